@@ -1,4 +1,7 @@
-"""The file by which a run shows in `watch`: written now and then, whole, and never in the run's way."""
+"""The file that shows a run in `watch`.
+
+It is written now and then, always whole, and never delays the run.
+"""
 
 import json
 import logging
@@ -174,7 +177,7 @@ class ShownManual(Shown):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Train a module that shows itself, each batch of it told."""
+    """Train a module that writes its status, and record each batch."""
     monkeypatch.setenv("LIGHTNING_UNIFIED_STATE_DIR", str(tmp_path))
     monkeypatch.setattr("lightning_unified.strategies.base.RunStatus", lambda folder: RunStatus(folder, every_s=0.0))
 

@@ -107,7 +107,10 @@ CELLS = {
 
 
 def fit(name):
-    """Train a cell as `planner/accuracy.py` does; how many blocks there are before anything is computed is not known."""
+    """Train a cell as `planner/accuracy.py` does.
+
+    The number of blocks is unknown before the first computation.
+    """
     from benchmarks.planner.harness.cells import select
     from benchmarks.planner.harness.truth import _trained
 

@@ -49,7 +49,10 @@ class Still(L.LightningModule):
 
 
 class Moving(Still):
-    """The same, with a counter, a hidden state, a generator, a list of results, a metric and a schedule besides."""
+    """The same module with more state.
+
+    It adds a counter, a hidden state, a generator, a list of results, a metric and a schedule.
+    """
 
     def __init__(self, submodules: int) -> None:
         super().__init__(submodules)

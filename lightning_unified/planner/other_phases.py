@@ -216,7 +216,9 @@ class FirstValidation:
                 is_prepared=self._train_batch is not None,
             )
             counted = CountedMemory(workspaces=watch.machine is None, mmap_threshold=watch.mmap_threshold)
-            found = plan_validation(step, limit=limit, micro_batch_size=sizes.max_micro_batch_size, factor=factor, counted=counted)
+            found = plan_validation(
+                step, limit=limit, micro_batch_size=sizes.max_micro_batch_size, factor=factor, counted=counted
+            )
         except Exception as error:  # in the module or the planner: a run must not end because it has no plan
             self.reason = f"not predicted: {error}"
             return

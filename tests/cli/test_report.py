@@ -1,4 +1,4 @@
-"""The command `report`: what it reads of run directories in any state, and the page it makes of them."""
+"""The command `report`: run directories in any state, and the page made from them."""
 
 import json
 import re

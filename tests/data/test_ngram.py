@@ -1,4 +1,7 @@
-"""Kneser-Ney models are distributions, know more the more they look back, and count exactly the targets."""
+"""Kneser-Ney models are distributions and count exactly the targets.
+
+A longer context lowers their loss.
+"""
 
 import math
 

@@ -69,7 +69,10 @@ def runs(tmp_path):
 
 @pytest.fixture
 def sources(machine):
-    """The sources of a named machine with its driver's programs, this machine's processes and no torch."""
+    """The sources of a named machine with its driver's programs.
+
+    It has this machine's processes and no torch.
+    """
 
     def build(name, **parts):
         def run(command, timeout_s):

@@ -1,4 +1,7 @@
-"""The optimizer's kernel as a memory option, without a Trainer: the same learning to rounding, and everything undone."""
+"""The optimizer's kernel as a memory option, without a Trainer.
+
+Training is the same to rounding, and everything is undone.
+"""
 
 import copy
 import gc

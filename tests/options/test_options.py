@@ -1,4 +1,7 @@
-"""Recomputed blocks and chunks of a loss as memory options, without a Trainer: the same learning, and everything undone."""
+"""Recomputed blocks and loss chunks as memory options, without a Trainer.
+
+Training is the same, and everything is undone.
+"""
 
 import copy
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Give, Take, Work
 from lightning_unified.errors import DryRunError
-from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 from tests.support.lanes import slow
-from tests.support.live_bytes import Loader, live_peak, peak_of
+from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
+from tests.support.runs.live_bytes import Loader, live_peak, peak_of
 
 ROWS = 8
 GENERATOR = 5056  # bytes of torch's random state, which a real step notes outside of anything that is dispatched

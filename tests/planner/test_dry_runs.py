@@ -1,4 +1,4 @@
-"""Steps of further sizes, followed on the fake copy of the first, are those that dry runs of their own tell."""
+"""Further sizes traced on the first fake copy equal separate dry runs."""
 
 from collections import Counter
 from functools import partial
@@ -14,14 +14,17 @@ from lightning_unified.cost_model.trace.trace import Give, Take
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run import DryRuns, StepSpec
 from lightning_unified.planner.fake import mode as fake
-from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 from tests.support.lanes import slow, some
+from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 
 SIZES = ((8, 1), (2, 2), (4, 2))
 
 
 class Switched(Transformer):
-    """Recomputes by an attribute of its own, and names its blocks for whoever wants some of them."""
+    """Recomputes by an attribute of its own.
+
+    It names its blocks, so that some of them can be chosen.
+    """
 
     recompute = False
 

@@ -1,4 +1,4 @@
-"""`lightning_unified.predict` and `.plan`: what a step needs, and the best way to run it, without running it."""
+"""`lightning_unified.predict` and `.plan`: a step's memory and plan, without a run."""
 
 import lightning as L
 import pytest

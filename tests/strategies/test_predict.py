@@ -1,4 +1,7 @@
-"""`UnifiedStrategy(predict=True)`: the step is traced before the first batch runs, and memory does not run out in it."""
+"""`UnifiedStrategy(predict=True)` traces the step before the first batch runs.
+
+Memory does not run out in that batch.
+"""
 
 import json
 import weakref
@@ -331,7 +334,10 @@ def test_no_more_than_a_few_lengths_are_planned_for(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """The strategy of a fit whose prepared batches are of another type than the loader's, with validation."""
+    """The strategy of a fit with validation that prepares its batches.
+
+    Prepared batches are of another type than the loader's.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path_factory.mktemp("cache")))
         strategy = UnifiedStrategy(simulate="h200", budget="16MiB")

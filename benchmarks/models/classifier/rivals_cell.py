@@ -1,4 +1,7 @@
-"""One cell of `models/classifier/rivals.py`: two epochs of one trainer on one shape, in this process."""
+"""One cell of `models/classifier/rivals.py`, in this process.
+
+A cell is two epochs of one trainer on one shape.
+"""
 
 import fcntl
 import logging
@@ -76,7 +79,10 @@ def run_cell(
 
 
 class Marks:
-    """Moments at which the device was waited for, and the highest peaks seen at them, of what was allocated and of what was reserved."""
+    """Times at device synchronisations, and the highest peaks seen at them.
+
+    Peaks are of allocated and of reserved bytes.
+    """
 
     def __init__(self) -> None:
         self._moments: list[float] = []

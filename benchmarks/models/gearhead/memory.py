@@ -1,4 +1,6 @@
-"""Peak live bytes of gearhead-34m on a CPU: batch 2 x 512, fp32, AdamW, with and without recomputation.
+"""Peak live bytes of gearhead-34m on a CPU, with and without recomputation.
+
+Batch 2 x 512, fp32, AdamW.
 
     python -m benchmarks.models.gearhead.memory [--output benchmarks/models/gearhead/memory.json]
 

@@ -21,7 +21,10 @@ def names(folder):
 
 @contextmanager
 def full_disk(limit=2000):
-    """No file may grow beyond `limit` bytes: the write fails within the file, as on a full disk."""
+    """No file may grow beyond `limit` bytes.
+
+    The write fails within the file, as on a full disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

@@ -14,7 +14,10 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 
 
 class Generators:
-    """Stands for `torch.cuda`, `torch.xpu` or `torch.mps`: `count` generators whose states can be read and set."""
+    """Stands for `torch.cuda`, `torch.xpu` or `torch.mps`.
+
+    It has `count` generators whose states can be read and set.
+    """
 
     def __init__(self, count):
         self.states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]
@@ -136,16 +139,16 @@ def test_a_resumed_run_on_mps_finds_its_generator_as_the_checkpoint_has_it(monke
 
 
 def test_a_run_that_moves_from_cpu_to_mps_says_that_this_generator_starts_anew(monkeypatch):
-    told, checkpoint = [], {}
+    logged, checkpoint = [], {}
     mocked_mps(monkeypatch)
-    monkeypatch.setattr("lightning_unified.callbacks.checkpoint.continuation.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_unified.callbacks.checkpoint.continuation.rank_zero_info", logged.append)
     Continuation().note(trainer_on("cpu"), torch.nn.Module(), checkpoint, called_off=False)
     resumed = Continuation()
     resumed.load(checkpoint)
     resumed.before_loaders(trainer_on("mps"))
 
-    assert len(told) == 1
-    assert "not restored: the mps generator: the checkpoint was written without one" in told[0]
+    assert len(logged) == 1
+    assert "not restored: the mps generator: the checkpoint was written without one" in logged[0]
 
 
 def test_a_repeated_step_on_mps_draws_the_same_numbers(monkeypatch):

@@ -69,7 +69,10 @@ def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, 
     ids=str,
 )
 def test_a_run_stopped_twice_ends_with_the_same_weights(small_run, tmp_path, options, first, second):
-    """The first stop may be at an epoch's last batch, which is the fifth; the second counts from there."""
+    """The first stop may be at an epoch's last batch, the fifth.
+
+    The second stop counts from there.
+    """
     options = {**BY_EPOCHS, **options}
     straight, straight_trainer = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **options)
     last = tmp_path / "b/last.ckpt"
@@ -103,7 +106,10 @@ def test_an_epoch_after_a_resume_begins_as_any_other(small_run, tmp_path):
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_a_run_in_another_precision_than_its_modules_resumes_with_every_bit(small_run, tmp_path, precision):
-    """Lightning reads a checkpoint into the module before it converts it, so float64 weights would go through float32."""
+    """Lightning loads a checkpoint before it converts the module.
+
+    So float64 weights would go through float32.
+    """
     plugin = {"precision": precision, "max_steps": 6, "limit_val_batches": 0}
     straight, _ = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **plugin)
     callbacks = [small_run.StopAfterBatch(3), RunCheckpoint(tmp_path / "b")]

@@ -1,4 +1,7 @@
-"""A run under memory pressure gives way one rung at a time; one without pressure does not notice the guard."""
+"""Under memory pressure a run gives way one rung at a time.
+
+Without pressure the guard changes nothing.
+"""
 
 import json
 import logging
@@ -40,7 +43,10 @@ def pressure(level):
 
 
 class Scripted(PressureGuard):
-    """Takes `per_batch` samples right before each batch ends; after the script's end its last level stays."""
+    """Takes `per_batch` samples right before each batch ends.
+
+    After the script's end its last level stays.
+    """
 
     def __init__(self, *levels, per_batch=2, **options):
         super().__init__(**options)
@@ -88,7 +94,10 @@ def watchers():
 
 
 class Exact(LightningModule):
-    """Linear layers in float64 and batches of eight rows; `rows` has the rows of every run of `training_step`."""
+    """Linear layers in float64 and batches of eight rows.
+
+    `rows` lists the rows of every run of `training_step`.
+    """
 
     rows = Lasting(())
 
@@ -322,7 +331,10 @@ def test_a_signal_in_the_same_batch_leaves_the_trainer_as_it_was(small_run, tmp_
 
 
 def test_pressure_on_another_process_makes_this_one_act_after_the_same_batch(small_run, tmp_path, by_hand, monkeypatch):
-    """Two processes are stood for by a strategy that reduces with a neighbour that is critical since step 6."""
+    """A strategy stands for two processes.
+
+    It reduces with a neighbour that is critical from step 6.
+    """
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     class Neighboured(SingleDeviceStrategy):
@@ -432,7 +444,7 @@ print(f"step={trainer.global_step}", guard.stopped_for)
 
 @pytest.mark.slow
 def test_a_starved_process_saves_and_ends_by_itself(tmp_path):
-    small = str(Path(__file__).parents[2] / "support" / "small_run.py")
+    small = str(Path(__file__).parents[2] / "support" / "runs" / "small.py")
     command = [sys.executable, "-c", SCRIPT, small, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     step = torch.load(tmp_path / "last.ckpt")["global_step"]

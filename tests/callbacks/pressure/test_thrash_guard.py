@@ -1,4 +1,7 @@
-"""Steps that grow slow while memory moves are named as thrashing once, and the run gives way as under critical pressure."""
+"""Slow steps beside moving memory are reported as thrashing once.
+
+The run then gives way as under critical pressure.
+"""
 
 import json
 import logging
@@ -31,7 +34,10 @@ BUSY = replace(CALM, swap_out_bytes_per_s=8.0 * 2**20)  # half of what would be 
 
 
 class Slow(PressureGuard):
-    """Batches take a second, from `slow_from` to `slow_to` 226 of them; the machine says that all is well, two samples a batch."""
+    """Batches take one second, but 226 from `slow_from` to `slow_to`.
+
+    The machine reports no pressure, in two samples a batch.
+    """
 
     def __init__(self, *, slow_from, slow_to=10**6, flow=BUSY, **options):
         super().__init__(**options)
@@ -105,7 +111,7 @@ def test_slow_steps_on_a_calm_machine_are_none_of_its_business(small_run, tmp_pa
 
 
 def test_time_between_batches_does_not_count(small_run, tmp_path):
-    """Validation, checkpoints and waiting for data take their time after a batch and before the next one."""
+    """Validation, checkpoints and waiting for data take time between two batches."""
     guard = Slow(slow_from=10**6)
 
     class Waits(Callback):
@@ -128,7 +134,10 @@ def fake_trainer(device="cpu", module=None, **strategy):
 
 
 def thrashes_by_the_gap(reading, module):
-    """Return what is found in each of twelve batches, where from the tenth on the driver holds 72 GiB and 6.7 are live."""
+    """Return the finding for each of twelve batches.
+
+    From the tenth on the driver holds 72 GiB, of which 6.7 are live.
+    """
     now, held = [0.0], [8 * GIB]
     watch = ThrashWatch(
         clock=lambda: now[0],

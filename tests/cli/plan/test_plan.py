@@ -1,4 +1,7 @@
-"""The command `plan` with a planner that is made up: what is composed, built, passed on, shown and refused."""
+"""The command `plan` with a made-up planner.
+
+Tests cover composition, building, arguments, output and refusals.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,7 @@
-"""A fit of several phases is planned phase by phase, on the batches that are cut, and what is sampled is not traced."""
+"""A fit of several phases is planned phase by phase, on the batches that are split.
+
+Sampling is not traced.
+"""
 
 import json
 from dataclasses import replace

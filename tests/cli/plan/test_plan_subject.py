@@ -1,4 +1,7 @@
-"""What `plan` plans: modules without their memory, batches by their shapes, from data and from a user's own functions."""
+"""Subjects of `plan`: modules without weights, and batches by shape.
+
+Batches come from data and from a user's own functions.
+"""
 
 import re
 from pathlib import Path

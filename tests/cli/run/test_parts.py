@@ -155,7 +155,10 @@ def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():
 
 
 def test_allocators_are_prepared_before_the_hardware_is_looked_at(monkeypatch):
-    """hardware=auto reads the accelerator, and the first reading of an Apple GPU freezes its watermarks."""
+    """hardware=auto reads the accelerator first.
+
+    The first reading of an Apple GPU freezes its watermarks.
+    """
     from lightning_unified import hardware
     from lightning_unified.cli.run import job, machine
 

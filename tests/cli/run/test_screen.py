@@ -1,4 +1,4 @@
-"""What a run says at its start of how it uses the machine: what really runs, not what was asked for."""
+"""At its start a run reports how it uses the machine: the real values, not the settings."""
 
 from types import SimpleNamespace
 

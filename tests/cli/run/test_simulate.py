@@ -1,4 +1,7 @@
-"""`simulate=…` on the command line: the whole stack on this CPU, every figure marked as the simulated machine's."""
+"""`simulate=…` on the command line runs the whole stack on this CPU.
+
+Every figure is marked as the simulated machine's.
+"""
 
 import csv
 import json

@@ -1,4 +1,7 @@
-"""A run that is stopped from outside saves first; these are real processes with real signals."""
+"""A run that a signal stops saves first.
+
+Processes and signals are real.
+"""
 
 import os
 import signal

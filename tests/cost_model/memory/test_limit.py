@@ -10,7 +10,10 @@ from lightning_unified.units import MIB
 
 @pytest.fixture
 def step():
-    """190 MiB live at most. Within 190 the last 40 find their place; within 200 nothing is given back in time, and they do not."""
+    """At most 190 MiB are live.
+
+    Within 190 MiB the last 40 fit. Within 200 MiB nothing is released in time, and they do not.
+    """
     events = [Take(0, 40 * MIB, "weights"), Work("mm", "forward")]
     for storage, size in ((1, 20), (2, 60)):
         events += [Take(storage, size * MIB, "activations"), Give(storage)]

@@ -1,4 +1,7 @@
-"""Bytes of optimizer state: by the optimizer's class before the first step, real ones after it."""
+"""Bytes of optimizer state.
+
+Before the first step the optimizer's class gives them; afterwards they are the real ones.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ from lightning_unified.errors import ConfigurationError
 
 
 class Codes(torch.Tensor):
-    """8-bit codes and a scale that show themselves as a float32 tensor, as torchao's optimizer states do."""
+    """8-bit codes and a scale that act as a float32 tensor.
+
+    torchao's optimizer states do so.
+    """
 
     @staticmethod
     def __new__(cls, codes, scale):

@@ -89,7 +89,10 @@ def test_the_gradients_of_a_step_become_those_of_the_step_before():
 
 
 def test_optimizer_state_is_taken_out_of_what_the_first_step_left():
-    """Two segments hold the state and the activations, and none is free for the other: the next step needs a third."""
+    """Two segments hold the state and the activations.
+
+    Neither is free for the other, so the next step needs a third.
+    """
     events = (
         Take(0, 30 * MIB, "optimizer state"),
         Work("a", "forward"),
@@ -101,7 +104,10 @@ def test_optimizer_state_is_taken_out_of_what_the_first_step_left():
 
 
 def test_a_workspace_is_taken_by_the_operation_that_first_needs_it():
-    """It lies in the segment that the activations left, so that these need another one in the next step."""
+    """The new block lies in the segment that the activations left.
+
+    So the activations need another segment in the next step.
+    """
     events = (
         Take(0, 32 * MIB, "workspaces", since=1),
         Work("a", "forward"),

@@ -15,7 +15,10 @@ NAMES = ("weights", "activations", "temporaries")
 
 
 def happened(trace):
-    """What happened, whatever the storages' numbers are and in which order those end that end together."""
+    """The events of a trace, in an order that does not depend on numbering.
+
+    Storages that end together may end in any order.
+    """
     timeline = timeline_of(trace)
     return timeline.slots, timeline.births.tolist(), timeline.ends.tolist()
 
@@ -26,7 +29,10 @@ def trace_of(events, *, rows, **fields):
 
 @st.composite
 def timelines(draw):
-    """A random step: storages of `fixed + rows * each` bytes, each with a place to begin and one to end, if it ends."""
+    """A random step: storages of `fixed + rows * each` bytes.
+
+    Each storage has a start and, if it ends, an end.
+    """
     count = draw(st.integers(1, 12))
     sizes = draw(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**7)), min_size=count, max_size=count))
     lives = draw(

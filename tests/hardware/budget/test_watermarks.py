@@ -296,7 +296,10 @@ def test_a_cap_of_an_earlier_budget_is_not_taken_for_the_users(machine, recorder
 
 @pytest.mark.parametrize(("name", "cap_gib"), [("m1", 4.0), ("m2", 11.84 * 0.95), ("m4_pro", 36 * 0.95)])
 def test_the_safe_cap_of_a_mac_is_within_its_working_set_and_leaves_the_rest_of_ram(machine, recorder, name, cap_gib):
-    """The lower of 95 % of the working set and of RAM less 15 %, at least 4 GiB; LOW 85 % of it. Written before it is known."""
+    """HIGH is the lower of 95 % of the working set and RAM less 15 %, at least 4 GiB.
+
+    LOW is 85 % of it. Written before the working set is known.
+    """
     sources = machine(name, sysctl=_idle(machine(name)))
     set_mps_environment("auto", sources=sources)
     high, low = pair(recorder.environ)

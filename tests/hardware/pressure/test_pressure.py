@@ -175,7 +175,10 @@ def test_a_clock_that_stands_still_gives_no_rate(machine):
 
 
 def on_one_pool(machine, *, available, free, blocks=None):
-    """The level of a GB10 of 119.7 GiB; GiB available, free, and free in blocks of 2 MiB if blocks are listed."""
+    """The level of a GB10 of 119.7 GiB.
+
+    Arguments in GiB: available, free, and free in blocks of 2 MiB if blocks are listed.
+    """
     sources = machine("gb10")
     figures = {"MemTotal": 119.7, "MemAvailable": available, "MemFree": free}
     write(sources.proc, "meminfo", "".join(f"{name}: {int(count * 2**20)} kB\n" for name, count in figures.items()))

@@ -40,7 +40,10 @@ def test_slow_steps_while_swap_is_busy_are_thrashing():
 
 
 def test_slow_steps_while_the_driver_holds_ever_more_are_thrashing():
-    """72 GiB in the driver's hands against 6.7 GiB of tensors, and a throughput twelve times less, as was reported of a Mac."""
+    """72 GiB held by the driver against 6.7 GiB of tensors.
+
+    Throughput falls to a twelfth. A report from a Mac gave these figures.
+    """
     run = Run()
     run.steps(*[1.0] * 8, gap=2 * GIB, room=50 * GIB)
     found = run.steps(12.0, 12.0, 12.0, gap=65 * GIB, room=50 * GIB)

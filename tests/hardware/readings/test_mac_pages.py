@@ -13,7 +13,10 @@ PAGE = 16384
 
 
 class VmStatistics64(ctypes.Structure):
-    """Field for field as xnu's osfmk/mach/vm_statistics.h has it, so that C's own rules place them."""
+    """The fields of xnu's osfmk/mach/vm_statistics.h in order.
+
+    C's own rules then place them.
+    """
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("free", "active", "inactive", "wire")),

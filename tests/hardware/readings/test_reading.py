@@ -59,7 +59,10 @@ def test_a_discrete_card_counts_its_own_cached_blocks_as_available(machine):
 
 
 def test_gb10_takes_availability_from_the_host_not_from_the_driver(machine):
-    """The driver's free is MemFree, which excludes the page cache: 41.52 of 115.7 GiB available."""
+    """The driver's free memory is MemFree, which excludes the page cache.
+
+    41.52 of 115.7 GiB are available.
+    """
     reading = read(sources=machine("gb10"))
 
     assert reading.pool == "unified"

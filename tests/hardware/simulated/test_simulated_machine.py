@@ -70,10 +70,10 @@ def test_every_constant_of_a_profile_says_where_it_comes_from(name):
         "origin",
         "capability",
     }  # what the machine is called and sold as
-    told = {name.strip() for names in entry.origin for name in names.split(",")}
+    documented = {name.strip() for names in entry.origin for name in names.split(",")}
     set_here = {field for field, default in defaults.items() if getattr(entry, field) != default}
 
-    assert set_here - plain - told - {"arch"} == set()
+    assert set_here - plain - documented - {"arch"} == set()
     assert all(entry.origin.values())
 
 

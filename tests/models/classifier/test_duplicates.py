@@ -1,4 +1,7 @@
-"""Copies: found exactly, as a comparison of all pairs would; what is left out is like something that stays."""
+"""Copies are found exactly, as by comparing all pairs.
+
+Each dropped text resembles a text that stays.
+"""
 
 import itertools
 
@@ -21,7 +24,10 @@ def similarity(one, other):
 
 
 def random_texts(count=160, seed=0):
-    """Texts of a few words, a third of them edited from others, so that similarities of every size occur."""
+    """Texts of a few words, a third of them edited from others.
+
+    Similarities of every size occur.
+    """
     draw = np.random.default_rng(seed)
     texts = []
     for number in range(count):

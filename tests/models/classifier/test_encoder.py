@@ -1,4 +1,7 @@
-"""Encoders from folders and packages: every weight where it belongs, none twice in memory, clear errors; the presets' sizes."""
+"""Encoders from folders and packages: complete weights, clear errors, preset sizes.
+
+No weight is in memory twice.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Sources of labelled texts: what the user gives is read as written, and what cannot be read is refused with its place."""
+"""Sources of labelled texts.
+
+A user's file is read as written; an unreadable entry is refused with its place.
+"""
 
 import io
 import json

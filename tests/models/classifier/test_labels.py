@@ -1,4 +1,7 @@
-"""Labelled texts as batches: fixed rows, few lengths, every text once, the same in every process and after a resume."""
+"""Labelled texts as batches: fixed rows, few lengths, every text once.
+
+They are the same in every process and after a resume.
+"""
 
 from importlib.metadata import distributions
 

@@ -1,4 +1,7 @@
-"""The classifier under a Trainer: cut and trimmed without a trace, learning, resumed, calibrated, clear about what does not fit."""
+"""The classifier under a Trainer: split and trimmed exactly.
+
+It learns, resumes and calibrates; its errors name what does not fit.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""A trained classifier in use: predictions, an exported folder and program, explanations, and clear errors."""
+"""A trained classifier in use: predictions, export, explanations, clear errors.
+
+An export is a folder and a program.
+"""
 
 import csv
 import io

@@ -1,4 +1,7 @@
-"""Policy, reader and layouts: parameter counts, what each decision sees, and pads that change nothing."""
+"""Policy, reader and layouts: parameter counts, inputs of each decision, padding.
+
+Padding changes nothing.
+"""
 
 import pytest
 import torch
@@ -99,7 +102,7 @@ def test_a_next_token_depends_on_what_is_before_it_only(build, batch):
 
 
 def test_a_continuation_is_read_after_the_kept_tokens_alone(build, batch):
-    """As if the dropped tokens had never been there: fewer tokens to read is what compressing is for."""
+    """Dropped tokens leave no trace: the reader reads fewer tokens."""
     model, ids = build(), batch["input_ids"][:1]
     keep = torch.arange(12).unsqueeze(0) % 3 == 0
     follow, follow_mask = batch["continuation"][:1], batch["continuation_mask"][:1]

@@ -1,4 +1,7 @@
-"""Passages: documents cut without a gap and never across their ends, each with what follows it; nothing held out is seen."""
+"""Passages: documents divided without gaps, each with its continuation.
+
+No passage spans two documents, and no held-out text is seen.
+"""
 
 import numpy as np
 import pytest

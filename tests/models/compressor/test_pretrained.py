@@ -1,4 +1,7 @@
-"""A pretrained reader: the same exactness in a Llama's clothes, clear errors without its packages, and the real weights (slow)."""
+"""A pretrained reader: exact with a Llama's architecture.
+
+Missing packages give clear errors. Slow tests use the real weights.
+"""
 
 import math
 
@@ -23,7 +26,10 @@ NAME = "compressor-smollm2"
 
 @pytest.fixture
 def little(monkeypatch):
-    """Return a function that builds the compressor with a pretrained architecture of little size and random weights."""
+    """Return a function that builds the compressor with a small pretrained architecture.
+
+    Its weights are random.
+    """
     pytest.importorskip("transformers")
     pytest.importorskip("gguf")
     reader = DecoderSizes(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)

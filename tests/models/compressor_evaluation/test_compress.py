@@ -1,4 +1,7 @@
-"""From a checkpoint file to fewer tokens and to a record, in Python and on the command line; never with an untrained policy."""
+"""From a checkpoint file to fewer tokens and a record, in Python and on the command line.
+
+An untrained policy is refused.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""The record: all methods at the same budget, on the same documents, with intervals and paired tests."""
+"""The record: all methods at one budget on the same documents.
+
+It has intervals and paired tests.
+"""
 
 import json
 

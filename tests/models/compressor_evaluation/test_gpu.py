@@ -1,4 +1,7 @@
-"""On a CUDA device: scores may come from the host or the device, and the record is as on a CPU. Run with `-m gpu`."""
+"""On a CUDA device: scores come from host or device, and the record equals a CPU's.
+
+Run with `-m gpu`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""What is measured: the dropped tokens after reconstruction, the continuation after what was kept, the words put back."""
+"""Measures of dropped tokens, of the continuation, and of restored words.
+
+Tokens are measured after reconstruction; the continuation follows the kept text.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Kept and dropped text to look at, whole characters only, and nothing of the text taken for markup."""
+"""Kept and dropped text for display: whole characters, with all markup escaped."""
 
 import io
 import re

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from lightning_unified.models.gearhead.__main__ import main
 from lightning_unified.models.gearhead.diagnoser import Diagnoser
 from lightning_unified.models.gearhead.generate import Sampling
 from lightning_unified.models.gearhead.module import GearHead
+from tests.support.programs import run_program
 
 GREEDY = Sampling(max_new_tokens=60, temperature=0)
 RECORD = layout.Record(
@@ -71,10 +70,7 @@ def text_checkpoint(tmp_path_factory, tokenizer):
 def _command(*arguments, given=""):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("LIGHTNING_UNIFIED_DEBUG", None)
-    command = [sys.executable, "-m", "lightning_unified.models.gearhead", "infer", *map(str, arguments)]
-    return subprocess.run(
-        command, input=given, capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+    return run_program("lightning_unified.models.gearhead", "infer", *arguments, given=given, environment=environment)
 
 
 def test_a_diagnosis_repeats_what_was_learnt(checkpoint):

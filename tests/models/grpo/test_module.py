@@ -1,4 +1,7 @@
-"""GRPO under a Trainer: the plain algorithm to rounding, however batches are cut, and its phases, retries and checkpoints."""
+"""GRPO under a Trainer equals the plain algorithm to rounding, whole and split.
+
+Tests also cover its phases, retries and checkpoints.
+"""
 
 import copy
 from dataclasses import replace
@@ -14,7 +17,8 @@ from lightning_unified.models.grpo import GRPO, RolloutBuffer, outline
 from lightning_unified.models.grpo import module as grpo_module
 from lightning_unified.models.grpo.optimizer import Rates
 from lightning_unified.models.grpo.supervised import SupervisedPolicy
-from tests.support.grpo_parts import (
+from tests.support.grpo.plain import train
+from tests.support.grpo.training import (
     VOCABULARY,
     Dice,
     Gradients,
@@ -27,7 +31,6 @@ from tests.support.grpo_parts import (
     prompts,
     traces,
 )
-from tests.support.grpo_rival import train
 from tests.support.lasting import Lasting
 
 TWO = [prompts(), prompts(first=4, seed=5)]
@@ -83,7 +86,10 @@ def _cross_entropy(model, *batches):
 
 @pytest.mark.parametrize(("adapters", "size"), [(False, 5), (True, None), (True, 1)])
 def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
-    """In float64 with padding, the reference term, clipping that bites and two inner iterations; whole without our strategy, or cut."""
+    """Train in float64, whole without our strategy, or split.
+
+    Runs have padding, the reference term, active clipping and two inner iterations.
+    """
     model = policy(adapters=adapters)
     plain, anchor = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     module = grpo(model, inner_iterations=2, clip_low=0.1, clip_high=0.15, beta=0.3)

@@ -1,4 +1,4 @@
-"""Advantages and the loss by themselves: what they are, what adds up, and what pads may hold."""
+"""Advantages and the loss alone: values, sums, and content of padding."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The policy: read tensor by tensor, random, or with adapters; and a package's file that is converted once."""
+"""The policy: read tensor by tensor, random, or with adapters.
+
+A package's file is converted once.
+"""
 
 import json
 
@@ -104,7 +107,7 @@ def test_a_target_that_is_not_there_is_refused_with_those_that_are(saved):
 
 @pytest.fixture
 def packaged(tmp_path, monkeypatch):
-    """Have a package's file, and return where models are kept and how often the file was converted."""
+    """Provide a package's file; return the models' folder and the number of conversions."""
     file, calls = tmp_path / "model.gguf", []
     file.write_bytes(b"12345")
 

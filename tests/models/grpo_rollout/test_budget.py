@@ -16,7 +16,10 @@ def sampled(
     endless: float = 0.0,
     seed: int = 0,
 ) -> tuple[list[int], int, int]:
-    """Return the limit of every step of 16 completions, and how many in all would have ended and were cut, of how many."""
+    """Return the limits of all steps, and counts of cut-off and of all completions that end.
+
+    A step has 16 completions. Both counts are of completions that end within the largest limit.
+    """
     dice, limits, cut, would = random.Random(seed), [], 0, 0
     for _ in range(steps):
         limits.append(budget.limit)

@@ -11,7 +11,7 @@ from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
 from lightning_unified.models.pretrained.architecture import blocks_of
-from tests.support.rollout_parts import generated, language_model, options, prompts, recomputed, seeded
+from tests.support.grpo.rollout import generated, language_model, options, prompts, recomputed, seeded
 
 FAST = ("captured", "compiled")
 
@@ -24,7 +24,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def gap(model, *, temperature=0.8, device="cpu", decoding="static", new=24, autocast=False) -> float:
-    """Mean difference between the sampler's log-probabilities and those of a forward over everything."""
+    """Mean difference between the sampler's log-probabilities and a full forward pass's."""
     prompt, mask = prompts(device=device)
     with torch.autocast(device, torch.bfloat16) if autocast else nullcontext():
         sampler = Sampler(model, decoding=decoding)
@@ -35,7 +35,7 @@ def gap(model, *, temperature=0.8, device="cpu", decoding="static", new=24, auto
 
 
 def rounding(model, *, temperature=0.8, device="cpu", autocast=False) -> float:
-    """Mean difference between log-probabilities of a forward in bf16 and of one in float32, at sampled tokens."""
+    """Mean difference between bf16 and float32 log-probabilities at sampled tokens."""
     prompt, mask = prompts(device=device)
     with torch.autocast(device, torch.bfloat16) if autocast else nullcontext():
         sampler = Sampler(model, decoding="static")
@@ -46,7 +46,7 @@ def rounding(model, *, temperature=0.8, device="cpu", autocast=False) -> float:
 
 
 def compile_steps(monkeypatch: pytest.MonkeyPatch, *, backend: str) -> None:
-    """Let a static decoder that records nothing run its blocks compiled, as one that records does."""
+    """Let a static decoder compile its blocks although it records nothing."""
     once = StaticDecoder._once
 
     def compiled(self, layers=None) -> None:

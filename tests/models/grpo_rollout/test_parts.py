@@ -8,7 +8,7 @@ from lightning_unified.models.grpo.rollout.progress import Stopping
 from lightning_unified.models.grpo.rollout.sampling import SamplingOptions, draw
 from lightning_unified.models.grpo.rollout.static_cache import Storage
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder, slots_for
-from tests.support.rollout_parts import language_model, prompts
+from tests.support.grpo.rollout import language_model, prompts
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 

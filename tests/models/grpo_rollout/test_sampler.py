@@ -1,4 +1,4 @@
-"""Completions: the tokens transformers would give, and the log-probabilities the loss pass would give."""
+"""Completions: the tokens of transformers, and the log-probabilities of the loss pass."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_unified.models.grpo.rollout import Sampler, SamplingOptions
-from tests.support.rollout_parts import VOCABULARY, generated, language_model, options, prompts, recomputed, seeded
+from tests.support.grpo.rollout import VOCABULARY, generated, language_model, options, prompts, recomputed, seeded
 
 WAYS = ("static", "growing")
 

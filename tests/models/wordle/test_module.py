@@ -1,4 +1,7 @@
-"""Wordle under a Trainer: two phases in one fit, a checkpoint that is enough to play, and refusals before the first step."""
+"""Wordle under a Trainer: two phases in one fit, and refusals before the first step.
+
+A checkpoint is enough to play.
+"""
 
 import json
 

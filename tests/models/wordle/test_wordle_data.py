@@ -1,4 +1,7 @@
-"""Wordle as batches: labels at completions only, prompts that end in the last column, two phases, one place to go on from."""
+"""Wordle as batches: labels at completions only, and two phases.
+
+Prompts end in the last column. A run continues from one saved place.
+"""
 
 import itertools
 import pickle

@@ -1,4 +1,7 @@
-"""When calls are replayed and when they run eagerly; what replays is stood in for by Python, which runs it again."""
+"""When calls are replayed and when they run eagerly.
+
+Python stands in for the replay and repeats the call.
+"""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""A fit whose network is replayed is the fit without: parts of batches, windows of batches, and memory that runs out. Python replays."""
+"""A fit with a replayed network equals the fit without. Python replays.
+
+Tests cover micro-batches, windows of batches, and memory that runs out.
+"""
 
 import copy
 

@@ -6,28 +6,28 @@ from torch import nn
 
 from lightning_unified.cost_model.rates import tabled_rates
 from lightning_unified.planner.predict import plan, predict
-from tests.support.contrastive_modules import Contrastive
-from tests.support.dry_run_zoo import trace_step
 from tests.support.lanes import some
-from tests.support.live_bytes import live_peak, peak_of
+from tests.support.modules.contrastive import Contrastive
+from tests.support.modules.dry_run_zoo import trace_step
+from tests.support.runs.live_bytes import live_peak, peak_of
 
 
 class Deep(Contrastive):
-    """Activations of 24 layers at 64 positions, and embeddings of 4 entries."""
+    """Activations of 12 layers at 128 positions, and embeddings of 4 entries."""
 
     def __init__(self):
         super().__init__()
-        layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(24))
-        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32, 4))
+        layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12))
+        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 32, 4))
 
 
 def deep_batch(rows=64):
-    return {"x": torch.randn(rows, 64, 32), "y": torch.randn(rows, 64, 32)}
+    return {"x": torch.randn(rows, 128, 32), "y": torch.randn(rows, 128, 32)}
 
 
 def test_memory_falls_with_the_chunk(tmp_path):
     peaks = {rows: live_peak(Deep, deep_batch(), parts=64 // rows, rows=rows, folder=tmp_path) for rows in (64, 16, 4)}
-    activations = 2 * 64 * 64 * 32 * 4 * 24
+    activations = 2 * 64 * 128 * 32 * 4 * 12
     assert peaks[64] > activations
     assert peaks[16] < 0.3 * peaks[64]
     assert peaks[4] < 0.6 * peaks[16]

@@ -1,4 +1,7 @@
-"""An encoder that does not treat each row by itself is refused before an update, by its name and what differs."""
+"""An encoder that mixes rows is refused before an update.
+
+The error has its name and the difference.
+"""
 
 import copy
 
@@ -9,8 +12,8 @@ from torch import nn
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.step.encoders.calls import NotRowWiseError, merged
-from tests.support.contrastive_modules import Contrastive, SimCLR, info_nce, is_as_plain, run
-from tests.support.modules import fit
+from tests.support.modules.contrastive import Contrastive, SimCLR, info_nce, is_as_plain, run
+from tests.support.modules.plain import fit
 
 
 class Linear(nn.Module):

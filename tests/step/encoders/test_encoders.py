@@ -1,4 +1,7 @@
-"""Contrastive losses, exactly: named encoders run in chunks of rows inside one step on the whole batch."""
+"""Contrastive losses, exactly: named encoders run in chunks of rows.
+
+One step computes the loss on the whole batch.
+"""
 
 import copy
 import logging
@@ -11,7 +14,9 @@ from torch import nn
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError
-from tests.support.contrastive_modules import (
+from tests.support.lanes import crossed
+from tests.support.lasting import Lasting
+from tests.support.modules.contrastive import (
     Chained,
     Clip,
     Contrastive,
@@ -25,16 +30,17 @@ from tests.support.contrastive_modules import (
     is_as_plain,
     run,
 )
-from tests.support.lanes import crossed
-from tests.support.lasting import Lasting
-from tests.support.modules import fit, weights
+from tests.support.modules.plain import fit, weights
 
 KINDS = (Contrastive, SimCLR, Clip, Triplet, Supervised, Momentum, Chained, Nested, Texts)
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 
 
 class Fails(L.Callback):
-    """Raises an out-of-memory error in the forward or backward pass of one batch, as often as told."""
+    """Raises an out-of-memory error in the forward or backward pass of one batch.
+
+    It does so a given number of times.
+    """
 
     left = Lasting()
 

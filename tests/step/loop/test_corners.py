@@ -1,4 +1,7 @@
-"""A cut batch is the whole batch where modules do unusual things: hooks that log, closures run twice, odd batches and outputs."""
+"""A split batch equals the whole batch in modules with unusual steps.
+
+Hooks log, closures run twice, and batches and outputs have odd structures.
+"""
 
 import weakref
 from collections import namedtuple
@@ -16,7 +19,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, Mult
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, SplitError
-from tests.support.modules import MLP, RaggedTokens, Rows, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, Rows, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
@@ -29,7 +32,10 @@ def run(kind, strategy, loader=None, **options):
 
 
 def same_cut_and_whole(kind, *, size=3, loader=None, check_split=True, **options):
-    """Train whole under plain Lightning and cut under ours; compare gradients, weights, logs and losses; return both recorders."""
+    """Train whole under plain Lightning and split under ours; return both recorders.
+
+    Gradients, weights, logs and losses must agree.
+    """
     whole, plain, plain_trainer = run(kind, "auto", loader, **options)
     strategy = UnifiedStrategy(micro_batch_size=size, check_split=check_split)
     module, seen, trainer = run(kind, strategy, loader, **options)
@@ -210,7 +216,10 @@ def boxes(count: int):
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_detection_batches_are_cut_between_samples(stacked):
-    """A sample with as many boxes as the batch has rows, and images with three channels, are no batch dimension."""
+    """The number of boxes or channels is no batch dimension.
+
+    A sample has as many boxes as the batch has rows, and images have three channels.
+    """
     rows = [
         (torch.full((3, 4, 4), float(row), dtype=torch.float64), boxes(count))
         for row, count in enumerate([1, 8, 3, 2, 5, 8, 1, 4])

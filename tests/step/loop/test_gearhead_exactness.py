@@ -1,4 +1,7 @@
-"""GearHead, dropout 0: two losses with different denominators, token tables and a diagnostic head, cut at every size."""
+"""GearHead without dropout, split at every size.
+
+It has two losses with different denominators, token tables and a diagnostic head.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ import torch
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.gearhead import GearHead
 from tests.support.lanes import some
-from tests.support.modules import Rows, fit, weights
+from tests.support.modules.plain import Rows, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 

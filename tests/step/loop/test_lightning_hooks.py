@@ -1,14 +1,17 @@
-"""Hooks of automatic optimization do under the strategy what they do under plain Lightning, for whole and split batches."""
+"""Hooks of automatic optimization act as under plain Lightning.
+
+This holds for whole and split batches.
+"""
 
 import lightning as L
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support import hook_modules as users
 from tests.support.lanes import slow
 from tests.support.lasting import Lasting
-from tests.support.modules import weights
+from tests.support.modules.plain import hooks as users
+from tests.support.modules.plain import weights
 
 SPLIT = 3  # rows at once, of batches of 8, 8 and 3
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
@@ -202,7 +205,7 @@ def test_manual_optimization_runs_as_under_plain_lightning():
 
 
 class Calls:
-    """Records each hook of a step with its arguments, before and after a module's own does its work."""
+    """Records each hook of a step with its arguments, before and after the module's own."""
 
     NAMES = (
         "on_train_batch_start",

@@ -1,4 +1,7 @@
-"""A Trainer can be pickled at any time of a fit, as spawned worker processes of a loader need it; a copy of it can train."""
+"""A Trainer can be pickled at any time of a fit, and a copy of it can train.
+
+Spawned worker processes of a loader need this.
+"""
 
 import pickle
 
@@ -21,8 +24,8 @@ from lightning_unified.callbacks import (
 )
 from lightning_unified.errors import ConfigurationError
 from tests.support.lanes import slow
-from tests.support.modules import MLP, fit, weights
-from tests.support.spawned import Spawned, SpawnedTokens, ValidatedMLP, gearhead
+from tests.support.modules.plain import MLP, fit, weights
+from tests.support.modules.spawned import Spawned, SpawnedTokens, ValidatedMLP, gearhead
 
 HOOKS = (
     "on_fit_start",
@@ -186,8 +189,9 @@ def same_in_workers(make, data, *, start="spawn", callbacks=(), **options):
     return trainer.strategy
 
 
-def test_spawned_workers_collate_while_memory_runs_out():
-    strategy = same_in_workers(MLP, Spawned, callbacks=[FailsOnce()])
+@pytest.mark.parametrize("start", [slow("spawn"), "forkserver"])
+def test_started_workers_collate_while_memory_runs_out(start):
+    strategy = same_in_workers(MLP, Spawned, start=start, callbacks=[FailsOnce()])
 
     assert strategy.recoveries == 1 and strategy.micro_batch_size == 4
 

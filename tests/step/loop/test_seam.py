@@ -1,4 +1,7 @@
-"""The shape of Lightning's private loop that `step/loop/optimization.py` relies on: a new Lightning that changes it fails here."""
+"""Pins the parts of Lightning's private loop that `step/loop/optimization.py` uses.
+
+A new Lightning that changes them fails here.
+"""
 
 import inspect
 
@@ -8,7 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.step.loop import UnifiedOptimization
-from tests.support.modules import MLP, fit
+from tests.support.modules.plain import MLP, fit
 
 
 def parameters(function) -> list[str]:

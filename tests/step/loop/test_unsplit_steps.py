@@ -7,8 +7,8 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from tests.support.hook_modules import Small, TwoByHand
-from tests.support.modules import fit, weights
+from tests.support.modules.hooks import Small, TwoByHand
+from tests.support.modules.plain import fit, weights
 
 
 class Draws(Small):

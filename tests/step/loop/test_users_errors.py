@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from tests.support.hook_modules import Small
+from tests.support.modules.hooks import Small
 
 KINDS = [ValueError, RuntimeError, AssertionError, IndexError, KeyError, TypeError, OSError, NotImplementedError]
 HOOKS = (

@@ -1,4 +1,4 @@
-"""With `window_mean="terms"` an accumulation window trains as one batch of all its rows would."""
+"""With `window_mean="terms"` an accumulation window trains as one batch of its rows."""
 
 import lightning as L
 import pytest
@@ -11,7 +11,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.loop.window import WindowTerms
 from tests.step.recovery.test_recovery import Fails
 from tests.support.lanes import crossed
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 
 class Undeclared(RaggedTokens):

@@ -1,4 +1,7 @@
-"""Sizes are found once: another run starts with them, a resumed one goes on with them, and what pressure took comes back."""
+"""Sizes are found once: a repeated run starts with them, a resumed run continues.
+
+Sizes reduced by pressure grow again.
+"""
 
 import json
 
@@ -10,7 +13,7 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.errors import OutOfMemoryError
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, weights
+from tests.support.modules.plain import MLP, weights
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -89,7 +92,10 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
 
 
 def test_a_resumed_run_goes_on_with_the_sizes_and_the_bits(tmp_path):
-    """The resumed run has the memory for whole batches; it must not use another size than the run it continues."""
+    """The resumed run has the memory for whole batches.
+
+    It must not use another size than the run it continues.
+    """
 
     class Freed(Holds):
         most = 99

@@ -1,4 +1,7 @@
-"""A run under `leave 6GiB` while other programs come and go: budget, cap and micro-batch follow, and nothing fails for it."""
+"""A run under `leave 6GiB` while other programs come and go.
+
+Budget, cap and micro-batch size follow, and no step fails.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +22,10 @@ UNKNOWN = Figure(None, "unknown")
 
 
 class Machine:
-    """A pool of 32 GiB and an allocator; its figures in GiB are set by hand, and read anew after every batch."""
+    """A pool of 32 GiB and an allocator, with figures in GiB set by hand.
+
+    They are read anew after every batch.
+    """
 
     def __init__(self, monkeypatch, *, device="cuda:0", peak=8.0):
         self.available, self.allocated, self.reserved, self.peak = 24.0, 2.0, 8.0, peak

@@ -1,4 +1,7 @@
-"""The size follows the evidence: what failed is not run again, what was not tried is tried, what pressure took comes back."""
+"""The micro-batch size follows evidence.
+
+A failed size is not run again, an untried one is tried, and a size reduced by pressure returns.
+"""
 
 import pytest
 from hypothesis import given
@@ -124,7 +127,10 @@ machines = st.lists(st.tuples(batches, st.integers(1, 120)), min_size=1, max_siz
 
 @given(machines, st.integers(1, 3), st.sampled_from(["auto", 3, 7, 20]))
 def test_a_proven_bad_size_is_never_run_without_new_evidence(history, unit, start):
-    """Whatever memory does: no size that failed, for rows as long or shorter, is run again before it was forgiven."""
+    """No failed size is run again, for rows as long or shorter, before it is forgiven.
+
+    This holds for any behaviour of memory.
+    """
     sizes = MicroBatchSize(start)
     sizes.keep_together(unit, whose="Module")
     failed = []

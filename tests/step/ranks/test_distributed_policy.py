@@ -1,4 +1,7 @@
-"""What several ranks have found out about sizes, put together: nobody runs what another one knows to be too large."""
+"""Ranks merge their findings about sizes.
+
+No rank runs a size that another rank knows to be too large.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

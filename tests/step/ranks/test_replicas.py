@@ -1,4 +1,7 @@
-"""Copies of a module over ranks: what is averaged, copied and taken over, and where, seen without other processes."""
+"""Copies of a module on several ranks, without other processes.
+
+Tests cover which values are averaged, copied and resynchronised, and when.
+"""
 
 from dataclasses import replace
 from typing import ClassVar

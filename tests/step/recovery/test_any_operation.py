@@ -1,4 +1,7 @@
-"""Memory may run out at any operation that makes a tensor, those of noting and undoing a step among them, and nothing is lost."""
+"""Memory may run out at any operation that makes a tensor, and nothing is lost.
+
+Operations that record and undo a step are among them.
+"""
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from lightning_unified.step.recovery.oom import insist
 from tests.step.recovery.test_recovery import BATCH, TEXT, ShrinksAt, run
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, weights
+from tests.support.modules.plain import MLP, weights
 
 
 class Operations(TorchDispatchMode):
@@ -30,7 +33,7 @@ class Operations(TorchDispatchMode):
 
 
 class FailsAt(Callback):
-    """Lets memory run out at the n-th operation of the batch that fails, and at `more` after it."""
+    """Lets memory run out at the n-th operation of a batch, and at `more` operations after it."""
 
     def __init__(self, nth, more=0):
         self.mode, self.seen = Operations(*range(nth, nth + more + 1)), -1

@@ -1,4 +1,7 @@
-"""Caches of the run's device are cleared between batches, by what the counters say; on a CPU nothing is even looked at."""
+"""Caches of the run's device are cleared between batches, by its counters.
+
+On a CPU nothing is read.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""What a module keeps on the device between steps: within what the plan leaves, and gone where memory is short."""
+"""Memory that a module keeps on the device between steps.
+
+It stays within the plan's remainder, and is released where memory is short.
+"""
 
 import lightning as L
 import torch
@@ -9,14 +12,17 @@ from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.step.recovery.cache_care import CacheCare
 from lightning_unified.units import GIB, MIB
 from tests.support.lasting import Lasting
-from tests.support.modules import fit
+from tests.support.modules.plain import fit
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 LONG = (1000, 1000, 1000)  # 2 MB of a batch, and a few times that of a step
 
 
 class Keeps(L.LightningModule):
-    """Keeps so many bytes from each batch on while anything is spare; its step of the number `fails_at` runs out of memory once."""
+    """Keeps a number of bytes from each batch on while memory is spare.
+
+    Its step number `fails_at` runs out of memory once.
+    """
 
     kept_bytes = 0
     fails_at = Lasting(None)

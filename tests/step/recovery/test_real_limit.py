@@ -1,4 +1,7 @@
-"""A real limit on the address space: plain Lightning dies, `strategy="unified"` finishes with the same effective batch."""
+"""A real limit on the address space: plain Lightning fails, "unified" finishes.
+
+The effective batch stays the same.
+"""
 
 import json
 import os
@@ -8,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "support" / "limited.py"
+from tests.support.programs import run_program
+
+PROGRAM = Path(__file__).parents[2] / "support" / "runs" / "limited.py"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is enforced on Linux only")
 
@@ -17,9 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is en
 def report():
     # a CUDA build cannot even count its devices within the limit, and the limit is meant for the CPU's allocator
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [sys.executable, PROGRAM], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+    result = run_program(PROGRAM, environment=environment)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -1,4 +1,7 @@
-"""A step that ran out of memory, and was repeated smaller, leaves what an undisturbed run with that size leaves: bit for bit."""
+"""A step repeated after running out of memory equals an undisturbed one, bit for bit.
+
+The undisturbed run has the smaller size from the start.
+"""
 
 import gc
 import random
@@ -15,14 +18,17 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, SplitError
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 BATCH = 4  # the batch that fails, counted over both epochs of three: the second of the second epoch
 
 
 class Stateful(MLP):
-    """Dropout draws numbers, BatchNorm moves buffers: both must be as if the failed attempt had never been."""
+    """Dropout draws numbers, and BatchNorm moves buffers.
+
+    Both must be as if the failed attempt had not happened.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +36,7 @@ class Stateful(MLP):
 
 
 class Fails(L.Callback):
-    """Raises an out-of-memory error once, in the given phase of the given batch, after real work has been done."""
+    """Raises an out-of-memory error once, in a phase of a batch, after real work."""
 
     raised = Lasting()
 
@@ -93,7 +99,10 @@ def run(kind, *callbacks, window=1, clip=None, **strategy):
 
 @lru_cache(maxsize=32)
 def undisturbed(kind, limit, batch=BATCH, **options):
-    """Return what a run comes to that uses the smaller size from `batch` on; the same one for every way to fail there."""
+    """Return the result of a run that uses the smaller size from `batch` on.
+
+    It is the same for every way to fail there.
+    """
     random.seed(0)
     np.random.seed(0)
     return run(kind, ShrinksAt(limit, batch), **options)
@@ -205,7 +214,10 @@ def test_half_updated_weights_stop_the_run_instead_of_being_kept():
 
 
 class TwoGroups(MLP):
-    """A fused optimizer whose second group finds no memory for its state after the first group has been written."""
+    """A fused optimizer without memory for the state of its second group.
+
+    The first group has been written by then.
+    """
 
     def configure_optimizers(self):
         first, last = self.net[0], self.net[-1]

@@ -1,4 +1,7 @@
-"""A repeated step finds everything as the failed attempt found it: hooks, batches, metrics, counters, scaler, other callbacks."""
+"""A repeated step finds everything as the failed attempt found it.
+
+This covers hooks, batches, metrics, counters, scaler and other callbacks.
+"""
 
 import random
 
@@ -16,11 +19,14 @@ from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, RunErro
 from tests.step.recovery.test_recovery import TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
 from tests.support.lanes import crossed, some
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, weights
+from tests.support.modules.plain import MLP, weights
 
 
 class FailsIn(L.Callback):
-    """Runs out of memory in the given hook of the given batch: at its `first` call there, and `times` attempts in a row."""
+    """Runs out of memory in the given hook of the given batch.
+
+    It does so at its `first` call there, and `times` attempts in a row.
+    """
 
     calls, raised = Lasting(), Lasting()
 
@@ -99,7 +105,7 @@ def test_a_failure_in_the_second_micro_batch_leaves_no_trace():
 
 
 class Measures(Stateful):
-    """List states, compute groups, a metric that needs its full state, and noise from three generators."""
+    """List states, compute groups, a full-state metric, and noise from three generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +168,10 @@ def test_a_batch_whose_tensors_were_written_in_place_is_not_repeated():
 
 
 class Counts(torch.optim.Optimizer):
-    """Counts steps in plain numbers, in its group and its state, before it writes; runs out of memory between the two once."""
+    """Counts steps in plain numbers, in its group and in its state, before it writes.
+
+    It runs out of memory between the two once.
+    """
 
     def __init__(self, parameters, fails_at) -> None:
         super().__init__(parameters, {"lr": 0.05, "k": 0})
@@ -228,7 +237,10 @@ def test_a_batch_without_rows_that_does_not_fit_is_said_to_be_uncuttable():
 
 
 def with_callbacks(folder, *, fails: bool):
-    """Six steps, of which the third and fourth have NaN gradients and the third may run out of memory in `step`."""
+    """Six steps, of which the third and fourth have NaN gradients.
+
+    The third may run out of memory in `step`.
+    """
 
     class Spoils(L.Callback):
         def on_after_backward(self, trainer, module):

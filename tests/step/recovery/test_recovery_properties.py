@@ -1,4 +1,7 @@
-"""Whatever runs out of memory, and however often: every sample counts once in weights, logs and metrics."""
+"""Each sample counts once, wherever and however often memory runs out.
+
+It counts once in weights, logs and metrics.
+"""
 
 from collections import Counter
 
@@ -13,14 +16,17 @@ from torchmetrics import SumMetric
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError
 from tests.support.lasting import Lasting
-from tests.support.modules import fit
+from tests.support.modules.plain import fit
 
 ROWS, BATCH = 14, 4
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 class Counts(L.LightningModule):
-    """Its gradient is how often each sample was in the batch; so are its logged sum and its metric."""
+    """Its gradient is how often each sample was in the batch.
+
+    Its logged sum and its metric count the same.
+    """
 
     def __init__(self):
         super().__init__()
@@ -39,7 +45,10 @@ class Counts(L.LightningModule):
 
 
 class Faults(L.Callback):
-    """Raises when the given calls of forward, backward and optimizer step come up, counted over the whole run."""
+    """Raises at given calls of forward, backward and optimizer step.
+
+    Calls are counted over the whole run.
+    """
 
     calls = Lasting(Counter())
 

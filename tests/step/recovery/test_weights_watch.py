@@ -1,4 +1,4 @@
-"""A failed optimizer step is told apart by whether it has written anything."""
+"""A failed optimizer step is classified by whether it has written to any weight."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""A step, and hooks of its batch, read what it has logged: the values that plain Lightning gives at that moment."""
+"""A step, and hooks of its batch, read logged values during the batch.
+
+The values are those of plain Lightning at that moment.
+"""
 
 import lightning as L
 import pytest
@@ -6,8 +9,8 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit, weights
-from tests.support.split_modules import Net
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.split import Net
 
 
 class Logs(Net):

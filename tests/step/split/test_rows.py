@@ -1,4 +1,4 @@
-"""Which entries of a batch have rows is decided by the loader and the first batch, and then held."""
+"""The loader and the first batch decide once which entries of a batch have rows."""
 
 from collections import namedtuple
 from functools import partial
@@ -16,7 +16,10 @@ from lightning_unified.step.split.samples import UNKNOWN, samples_of
 
 
 def splitter(loader=None, *, prepare=None, **rules):
-    """Return a splitter under a Trainer that fits on `loader`; without one nothing tells the number of samples."""
+    """Return a splitter under a Trainer that fits on `loader`.
+
+    Without a loader the number of samples is unknown.
+    """
     module = L.LightningModule()
     if loader is not None:
         trainer = L.Trainer(logger=False, enable_checkpointing=False, barebones=True, accelerator="cpu")

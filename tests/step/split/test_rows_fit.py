@@ -1,4 +1,7 @@
-"""Fits on batches of many structures: split as plain Lightning trains them whole, or refused before a wrong update."""
+"""Fits on batches of many structures.
+
+They are split and equal plain Lightning, or are refused before a wrong update.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit, weights
+from tests.support.modules.plain import fit, weights
 
 GENERATOR = torch.Generator().manual_seed(5)
 X = torch.randn(19, 6, generator=GENERATOR, dtype=torch.float64)
@@ -216,7 +219,10 @@ def test_a_count_of_rows_is_not_asked_of_validation_batches_that_run_whole():
 
 
 class Predicts(L.LightningModule):
-    """Its first loader gives 3 shared weights beside the rows, its second one a value of each row."""
+    """Its first loader gives 3 shared weights beside the rows.
+
+    Its second loader gives a value of each row.
+    """
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         rows, other = batch

@@ -1,4 +1,7 @@
-"""The engine takes its rules from `configure_micro_batches` or from the strategy, and from no other name of a module."""
+"""Rules come from `configure_micro_batches` or from the strategy.
+
+No other name of a module matters.
+"""
 
 from collections import Counter
 
@@ -12,13 +15,16 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.split.rules import rules_of
 from tests.step.recovery.test_recovery import Fails
 from tests.step.test_evaluation import Evaluates, made, trainer
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 class OwnNames:
-    """Has attributes that mean something else than rules: methods that fail when called, and values of other types."""
+    """Has attributes with the names of rules and other meanings.
+
+    Methods fail when called, and values have other types.
+    """
 
     loss_weight = 0.25
     loss_reduction = "none"

@@ -78,7 +78,10 @@ def same(left, right) -> bool:
 
 @given(trees, st.integers(5, 12), st.integers(3, 12))
 def test_splitting_and_merging_is_the_identity(tree, rows, limit):
-    """Lists of the tree are shorter than any part, so that none can be taken for a list of one entry a row."""
+    """The tree's lists are shorter than any micro-batch.
+
+    So none can be mistaken for a list of one entry a row.
+    """
     batch = {"anchor": torch.arange(rows), "tree": build(tree, rows)}
     sizes = split_rows(rows, micro_batch_size=limit)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]

@@ -1,4 +1,7 @@
-"""Batches of other kinds are split: mappings of their own class, packed sequences, graphs, TensorDicts, nested tensors."""
+"""Batches of other kinds are split.
+
+They are mappings of their own class, packed sequences, graphs, TensorDicts and nested tensors.
+"""
 
 from collections import UserDict
 
@@ -15,7 +18,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.split import BatchShape, BatchSplitter, elements_per_row, positions
 from tests.support.lanes import crossed
-from tests.support.modules import fit, weights
+from tests.support.modules.plain import fit, weights
 
 
 def splitter(rows=None, **rules):
@@ -24,7 +27,7 @@ def splitter(rows=None, **rules):
 
 
 class Encoding(UserDict):
-    """As transformers' BatchEncoding: a mapping that is no dict, with attributes beside its entries."""
+    """Like transformers' BatchEncoding: a mapping that is no dict, with attributes."""
 
     def __init__(self, data, encodings=None):
         super().__init__(data)
@@ -38,7 +41,10 @@ class Encoding(UserDict):
 
 
 class Graphs:
-    """A batch of graphs as torch_geometric lays it out: all nodes one after another, and to which graph each belongs."""
+    """A batch of graphs in torch_geometric's layout.
+
+    All nodes stand one after another, each with the index of its graph.
+    """
 
     def __init__(self, graphs):
         self.x = torch.cat([x for x, _ in graphs])

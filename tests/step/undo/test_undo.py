@@ -1,4 +1,7 @@
-"""A step that failed once leaves no state behind, whatever kind of state the module keeps; nor do a check, a probe and a dry run."""
+"""A step that failed once leaves no state behind, of any kind.
+
+The same holds for a check, a probe and a dry run.
+"""
 
 import lightning as L
 import pytest
@@ -10,7 +13,7 @@ from lightning_unified.errors import RunError
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
 from tests.support.lanes import crossed
-from tests.support.undo_modules import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals
+from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals
 
 ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))
@@ -75,7 +78,10 @@ def test_steps_that_are_tried_leave_no_state_behind(name):
 
 
 class Smooths(Plain):
-    """Keeps a moving mean of its loss in an object of its own, in a global, in a callback and in a default."""
+    """Keeps a moving mean of its loss in four places.
+
+    They are an own object, a global, a callback and a default argument.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,7 @@
-"""Still cells notice every write to what they hold; small tensors are copied in stacks, whatever becomes of them."""
+"""Still cells notice every write to the values they hold.
+
+Small tensors are copied in stacks, whatever happens to them.
+"""
 
 from collections import OrderedDict
 from typing import Any

@@ -1,4 +1,7 @@
-"""Random draws of a whole run, replayed by row, make its parts comparable: gradients agree to rounding."""
+"""Replayed by row, a whole run's random draws make micro-batches comparable.
+
+Gradients agree to rounding.
+"""
 
 import pytest
 import torch
@@ -72,7 +75,7 @@ def gradient_of(draw, net, x):
 
 
 def compared(draw, *, sizes=SPLITS[0], order="interleaved"):
-    """Return the gradient of all rows, the parts' put together, and the replays."""
+    """Return the gradient of all rows, the merged gradient of micro-batches, and the replays."""
     net = nn.Linear(WIDTH, WIDTH).double()
     record = RecordDraws()
     with record:

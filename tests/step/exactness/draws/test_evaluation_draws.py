@@ -1,11 +1,14 @@
-"""An evaluation that draws random numbers says so, and names what it logs; one that draws none says nothing."""
+"""An evaluation that draws random numbers emits an event that names its logs.
+
+An evaluation without draws emits none.
+"""
 
 import lightning as L
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.step_kinds import Kind, Variational
+from tests.support.modules.step_kinds import Kind, Variational
 
 
 class Evaluated(Variational):

@@ -1,4 +1,4 @@
-"""Draws by Python and NumPy can be made the same for every row, and are theirs again afterwards."""
+"""Draws by Python and NumPy can be made equal for every row, and are restored afterwards."""
 
 import random
 
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.draws.host import equal_host_draws
-from tests.support.modules import fit
-from tests.support.split_modules import Net
+from tests.support.modules.plain import fit
+from tests.support.modules.split import Net
 
 DRAWS = {
     "rand": lambda rows: np.random.rand(rows, 3),

@@ -1,12 +1,23 @@
-"""Steps as users write them: split they equal plain Lightning, or an event names what is drawn anew, or they are refused."""
+"""Steps as users write them: split, they equal plain Lightning, or are refused.
+
+An event names every step whose draws differ.
+"""
 
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit
-from tests.support.step_kinds import DRAWN, DRAWN_BY_ROW_ON_THE_HOST, REFUSED, SAME, Compiled, Kind, RecurrentDropout
+from tests.support.modules.plain import fit
+from tests.support.modules.step_kinds import (
+    DRAWN,
+    DRAWN_BY_ROW_ON_THE_HOST,
+    REFUSED,
+    SAME,
+    Compiled,
+    Kind,
+    RecurrentDropout,
+)
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"

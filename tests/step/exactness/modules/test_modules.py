@@ -1,4 +1,7 @@
-"""Whole modules: the check finds the rule of each that can be split, in every precision, and refuses the others by name."""
+"""Whole modules: in every precision the check finds the rule of each splittable one.
+
+It refuses the others by name.
+"""
 
 import random
 
@@ -9,9 +12,9 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support import split_modules
 from tests.support.lanes import crossed
-from tests.support.split_modules import (
+from tests.support.modules.plain import split as split_modules
+from tests.support.modules.split import (
     EXPECTED,
     BatchNorm,
     ClassWeighted,

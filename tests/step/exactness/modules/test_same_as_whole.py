@@ -1,11 +1,14 @@
-"""A batch that ran as micro-batches is the batch that ran whole: gradients, weights, logs, outputs and metrics."""
+"""A batch that ran as micro-batches equals the batch that ran whole.
+
+Compared: gradients, weights, logs, outputs and metrics.
+"""
 
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import crossed, some
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 SIZES = [1, 2, 3, 5, 8]
@@ -26,7 +29,10 @@ def make(kind: str):
     ),
 )
 def test_gradients_and_weights_do_not_depend_on_the_micro_batch_size(kind, clip, window):
-    """22 rows in batches of 8: the last batch is short; three batches an epoch and two epochs: with a window of 3 none is, below one is."""
+    """22 rows in batches of 8, so that the last batch is short.
+
+    Three batches an epoch, two epochs: with a window of 3 no window is short; the test below has a short one.
+    """
     options = {"accumulate_grad_batches": window, "gradient_clip_val": clip}
     reference = make(kind)
     plain, _ = fit(reference, reference.loader(), **options)
@@ -101,7 +107,10 @@ def test_an_undivided_batch_is_bit_for_bit_plain_lightning():
 
 
 def test_counting_rows_where_tokens_are_meant_would_be_wrong():
-    """The negative twin: without its loss weight the ragged module's gradients differ, so the tests above can fail."""
+    """The negative twin: without its loss weight the ragged module's gradients differ.
+
+    So the tests above can fail.
+    """
     reference, module = make("tokens"), make("tokens")
     plain, _ = fit(reference, reference.loader())
     module.terms = lambda batch: len(batch["tokens"])

@@ -1,12 +1,15 @@
-"""Sound modules are split, in every precision and with dropout on; none is refused or goes unchecked."""
+"""Sound modules are split, in every precision and with dropout on.
+
+None is refused or goes unchecked.
+"""
 
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import slow
-from tests.support.modules import fit, weights
-from tests.support.sound_modules import OPTIONS, SOUND
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.sound import OPTIONS, SOUND
 
 
 def run(kind, *, precision="32-true", seed=0, strategy=None):

@@ -1,17 +1,20 @@
-"""Models of the transformers library are split, with dropout on, and never refused; losses that mix rows are refused."""
+"""Models of the transformers library are split, with dropout on.
+
+Only losses that mix rows are refused.
+"""
 
 import lightning as L
 import pytest
 import torch
 
 from tests.support.lanes import some
-from tests.support.modules import weights
+from tests.support.modules.plain import weights
 
 pytest.importorskip("transformers")
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.transformer_zoo import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Architecture
+from tests.support.modules.transformer_zoo import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Architecture
 
 EVERY_DAY = ("GPT-2", "BERT", "Whisper")
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"

@@ -1,4 +1,7 @@
-"""Rules by which values of micro-batches become the whole batch's: found by comparison, and dropped once a check refutes them."""
+"""Rules that merge micro-batches' values into the whole batch's.
+
+Comparison finds them, and a check that refutes one drops it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ def parts_of(values, sizes=SIZES):
 
 
 def learned(of, *values, sizes=(SIZES, [4, 1, 3]), table=None, path="v"):
-    """Return a table that has seen `of` of all rows and of the parts, once for each way to split."""
+    """Return a table that has seen `of` of all rows and of micro-batches, for each split."""
     table = MergeTable() if table is None else table
     for each in sizes:
         columns = list(zip(*(value.split(list(each)) for value in values), strict=True))

@@ -1,4 +1,7 @@
-"""Metrics and logs of every kind are the whole batch's, in each step and each epoch, or a warning names them."""
+"""Metrics and logs of every kind are the whole batch's, in each step and epoch.
+
+A warning names each exception.
+"""
 
 import pytest
 import torch
@@ -18,8 +21,8 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit
-from tests.support.step_kinds import CLASSES, Kind
+from tests.support.modules.plain import fit
+from tests.support.modules.step_kinds import CLASSES, Kind
 
 
 class Held(Kind):

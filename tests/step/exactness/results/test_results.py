@@ -1,4 +1,7 @@
-"""Logs, outputs and metrics of split batches are the whole batch's; what nothing puts together is said, or refused where it predicts."""
+"""Logs, outputs and metrics of split batches are the whole batch's.
+
+A value that no rule merges gives a warning, or in `predict` an error.
+"""
 
 import lightning as L
 import numpy as np
@@ -12,7 +15,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from lightning_unified import MergeRules, MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import Rows
+from tests.support.modules.plain import Rows
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 

@@ -1,4 +1,7 @@
-"""What a step writes into its module is written once a batch, as if the batch had run whole; or the split is refused with the path."""
+"""A step writes into its module once a batch, as if the batch had run whole.
+
+Otherwise the split is refused, with the path.
+"""
 
 import itertools
 import random
@@ -11,8 +14,8 @@ import torch
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import crossed
-from tests.support.modules import fit, weights
-from tests.support.writing_modules import (
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.writing import (
     AddedUp,
     Counter,
     DataWrite,

@@ -1,4 +1,4 @@
-"""Dicts, lists and sets that a step fills, or makes the first time, hold what the whole batch would have written."""
+"""Dicts, lists and sets that a step fills or creates hold the whole batch's values."""
 
 from collections import Counter, defaultdict
 
@@ -10,8 +10,8 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import UNWRITTEN, is_known, learn_entry, merge_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.undo.changes import ABSENT
-from tests.support.modules import fit
-from tests.support.writing_modules import Writes
+from tests.support.modules.plain import fit
+from tests.support.modules.writing import Writes
 
 PARTS = MicroBatchWeights([3, 3, 2], [3.0, 3.0, 2.0])
 
@@ -77,7 +77,10 @@ def kept_by(make, fill, *, is_lazy, strategy):
 
 
 def comparable(kept):
-    """Return numbers rounded, and lists in sorted order: rows of one label may come in the order of micro-batches."""
+    """Return numbers rounded, and lists in sorted order.
+
+    Rows of one label may come in the order of micro-batches.
+    """
     if isinstance(kept, dict):
         return {name: comparable(value) for name, value in sorted(kept.items())}
     if isinstance(kept, (list, set)):
@@ -97,7 +100,10 @@ def test_a_container_holds_what_the_whole_batch_writes(name, is_lazy):
 
 
 def learned(*checks):
-    """Return what checks of an entry teach; each gives the value before, the whole batch's and the parts'."""
+    """Return the rules that checks of an entry teach.
+
+    Each check has the value before, the whole batch's and the micro-batches'.
+    """
     table = MergeTable()
     for before, whole, values in checks:
         assert learn_entry(table, "kept['a']", before, whole, values, PARTS, tolerance=1e-6) == []

@@ -1,4 +1,7 @@
-"""A batch is news if it differs in kind from those checked; ordinary batches are not, or checks would never end."""
+"""A batch that differs in kind from the checked ones needs a check.
+
+Ordinary batches need none, or checks would never end.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""What a step reads of the run's progress, and what changes of its module, makes a batch news, though the batch itself shows nothing."""
+"""Progress that a step reads, and changes of its module, make a batch need a check.
+
+The batch itself shows nothing of them.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A resumed run whose first check cannot be made, because memory has become too small for it, goes by what the run before found."""
+"""A resumed run without memory for its first check uses the earlier run's findings."""
 
 import copy
 
@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from tests.support.modules import weights
-from tests.support.split_modules import ShiftedTokens
+from tests.support.modules.plain import weights
+from tests.support.modules.split import ShiftedTokens
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
 
 class Keeps(ShiftedTokens):
-    """Counts steps, draws from a generator of its own, and keeps a moving mean over rows; all of it decides the loss."""
+    """Counts steps, draws from its own generator, and keeps a moving mean over rows.
+
+    All of it decides the loss.
+    """
 
     memory = 8  # rows
 

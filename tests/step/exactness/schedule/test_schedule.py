@@ -1,4 +1,4 @@
-"""When batches are checked: before the first, 2nd, 4th, 8th, … split batch, and before any that differs in kind from those checked."""
+"""Checks run before split batches 1, 2, 4, 8, …, and before batches of a new kind."""
 
 import lightning as L
 import pytest
@@ -11,12 +11,15 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.trials.judge import Judge
-from tests.support.modules import Rows, fit, weights
-from tests.support.split_modules import LateRagged, Net, ShiftedTokens, Zero
+from tests.support.modules.plain import Rows, fit, weights
+from tests.support.modules.split import LateRagged, Net, ShiftedTokens, Zero
 
 
 class Checks:
-    """What was checked: for each check the step before whose update, and the rows and the split of each of its trials."""
+    """The checks of a run.
+
+    For each check: the step before whose update it ran, and the rows and the split of each trial.
+    """
 
     def __init__(self):
         self.steps, self.rows, self.splits = [], [], []
@@ -43,7 +46,10 @@ def checks(monkeypatch):
 
 
 def batches(*, number=40, size=8, change=lambda batch, row: {}):
-    """Return a loader of batches that are all of one kind, but for what `change` says of a batch and row."""
+    """Return a loader of batches of one kind, with the exceptions that `change` makes.
+
+    `change` gets a batch and a row.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = []
     for index in range(number * size):
@@ -163,7 +169,7 @@ def test_a_batch_of_a_new_kind_is_checked_before_its_update(name, checks):
 @pytest.mark.parametrize("value", [float("nan"), -5.0])
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_field_that_is_no_weight_after_all_is_none(value, late, checks):
-    """Ones may be weights; the missing or negative number that comes later says that they are not."""
+    """Ones may be weights; a later missing or negative number shows that they are not."""
     change = {"z": torch.ones(()), "late": torch.tensor(value)}
     _, trainer = run(
         Net, batches(number=8, change=lambda batch, row: {"z": change["late" if (batch, row) == (late, 4) else "z"]})
@@ -308,7 +314,10 @@ def test_a_batch_that_tells_rules_apart_is_checked_before_its_update(late, check
 
 
 def test_a_rule_that_was_refuted_is_not_tried_again():
-    """Its first batch is ragged, its later ones are not: rows agree there too, and masks stay the rule."""
+    """Its first batch is ragged, its later ones are not.
+
+    Rows agree there too, and masks stay the rule.
+    """
     _, trainer = run(Masked, batches(change=masks(ragged=lambda batch: batch == 0), number=8))
 
     assert found(trainer).startswith("sum of 'mask': ")

@@ -1,4 +1,7 @@
-"""What becomes of errors inside a check: out of memory, the user's own, and those that only fewer rows raise."""
+"""Errors inside a check: out of memory, the user's own, and those of fewer rows.
+
+Errors of the last kind are raised only where fewer rows run.
+"""
 
 from dataclasses import replace
 
@@ -10,14 +13,17 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import MLP, weights
-from tests.support.split_modules import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
+from tests.support.modules.plain import MLP, weights
+from tests.support.modules.split import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
 
 def out_of_memory(kind, *, rows, times=10**6):
-    """Return `kind` with memory that runs out where more than `rows` run outside a recovered step, so many times."""
+    """Return `kind` with memory that runs out above `rows` rows, a given number of times.
+
+    A recovered step never runs out.
+    """
 
     class Tight(kind):
         left = times

@@ -1,4 +1,7 @@
-"""The tolerance of gradients: relative to each parameter, with a share of all, so that rounding passes and a wrong parameter does not."""
+"""The tolerance of gradients: relative to each parameter, with a share of all.
+
+Rounding passes, and one wrong parameter does not.
+"""
 
 from types import SimpleNamespace
 

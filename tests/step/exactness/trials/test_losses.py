@@ -1,4 +1,4 @@
-"""For each kind of loss one of the candidate rules makes the micro-batches' gradients the whole batch's, and the others do not."""
+"""For each kind of loss exactly one candidate rule gives the whole batch's gradients."""
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def part_of(batch, start, stop):
 
 
 def rules_that_hold(batch, loss):
-    """Return the candidates under which the parts' gradients are the whole's, and all of them."""
+    """Return the candidates that give the whole batch's gradients, and all candidates."""
     net = nn.Linear(4, CLASSES).double()
 
     def gradient(start, stop):

@@ -1,4 +1,7 @@
-"""A mean over entries that are not padding is split, whatever number pads, whichever batches are padded first."""
+"""A mean over entries that are not padding is split.
+
+Neither the padding number nor the order of padded batches matters.
+"""
 
 import pytest
 import torch
@@ -8,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import crossed
-from tests.support.modules import Rows, fit, weights
-from tests.support.step_kinds import Kind
+from tests.support.modules.plain import Rows, fit, weights
+from tests.support.modules.step_kinds import Kind
 
 BATCHES, ROWS, LENGTH, TOKENS = 9, 8, 7, 300
 

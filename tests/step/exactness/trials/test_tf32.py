@@ -1,10 +1,13 @@
-"""Checks run without TF32, and leave torch's switches readable inside and as they were outside."""
+"""Checks run without TF32.
+
+Torch's switches stay readable inside, and have their old values outside.
+"""
 
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.modules import MLP, fit
+from tests.support.modules.plain import MLP, fit
 
 CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
 

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import crossed
-from tests.support.modules import MLP, weights
-from tests.support.split_modules import BatchNorm, Contrastive, Dropout, Mean, Net, ShiftedTokens, found, run
+from tests.support.modules.plain import MLP, weights
+from tests.support.modules.split import BatchNorm, Contrastive, Dropout, Mean, Net, ShiftedTokens, found, run
 
 
 class Draws(Net):
-    """Draws from every generator there is, and keeps the draws of each batch's last micro-batch."""
+    """Draws from every generator, and keeps the draws of each batch's last micro-batch."""
 
     def loss(self, out, batch):
         torch.rand(1), random.random(), np.random.random()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_unified.models.gearhead import GearHead
-from tests.support.modules import MLP
+from tests.support.modules.plain import MLP
 
 
 class Spawned(L.LightningDataModule):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedDDPStrategy
 from lightning_unified.models.compressor import Compressor
-from tests.support.ddp_runs import quiet, rank
+from tests.support.ranks.runs import quiet, rank
 
 ROWS, LENGTH, MASKS = 24, 12, 2
 

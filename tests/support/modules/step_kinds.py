@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.support.modules import Rows
+from tests.support.modules.plain import Rows
 
 CLASSES, FEATURES, TOKENS, LENGTH = 4, 6, 12, 5
 

@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.support.modules import Rows
-from tests.support.split_modules import Net
+from tests.support.modules.plain import Rows
+from tests.support.modules.split import Net
 
 
 class Writes(Net):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.support.modules import Rows
+from tests.support.modules.plain import Rows
 
 CLASSES, LENGTH, WORDS = 3, 7, 12
 

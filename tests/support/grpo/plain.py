@@ -5,7 +5,7 @@ It runs sequence by sequence without padding, with all logits at once, in one lo
 
 import torch
 
-from tests.support.grpo_parts import GROUP, TEMPERATURE, Task, decode
+from tests.support.grpo.training import GROUP, TEMPERATURE, Task, decode
 
 
 def rollouts(given, examples):

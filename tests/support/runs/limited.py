@@ -71,8 +71,8 @@ def death_of(strategy: str) -> str | None:
             os.write(writing, f"{type(error).__name__}: {error}"[:4096].encode())
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        words = told.read()
+    with os.fdopen(reading) as written:
+        words = written.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return words or (None if status == 0 else f"exit status {status}")
 

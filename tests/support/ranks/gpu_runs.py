@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedDDPStrategy
-from tests.support import ddp_modules
-from tests.support.ddp_modules import OwnData, rank
-from tests.support.ddp_runs import Ends, Fails, fit, net, trainer_of
+from tests.support.ranks import modules as ddp_modules
+from tests.support.ranks.modules import OwnData, rank
+from tests.support.ranks.runs import Ends, Fails, fit, net, trainer_of
 
 MIB = 2**20
 CUDA = {"accelerator": "cuda"}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from tests.support.modules import Rows, fit
+from tests.support.modules.plain import Rows, fit
 
 
 def run(kind, *, strategy=None, precision="64-true", **options):

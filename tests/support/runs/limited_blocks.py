@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.limited import MIB, address_space
+from tests.support.runs.limited import MIB, address_space
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

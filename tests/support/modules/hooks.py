@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.support.modules import Rows
+from tests.support.modules.plain import Rows
 
 EVERY = {"on_step": True, "on_epoch": True}
 

@@ -1,6 +1,6 @@
 """Run a function as two connected processes with a time limit, and return both results."""
 
-import multiprocessing
+import gc
 import os
 import pickle
 import socket
@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 60.0
+from tests.support.programs import CONTEXT
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_unified.strategies"])
+LIMIT_S = 60.0
 
 
 class Ended:
@@ -39,7 +38,7 @@ def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2, limit_s: f
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_rank, args=(rank, port, folder, function, args), daemon=True)
+            CONTEXT.Process(target=_rank, args=(rank, port, folder, function, args), daemon=True)
             for rank in range(size)
         ]
         for process in processes:
@@ -65,6 +64,7 @@ def _said(path: Path, code: int | None) -> Any:
 def _rank(rank: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
 
+    gc.freeze()  # the server's objects: the collection after each shortage need not walk over them
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:

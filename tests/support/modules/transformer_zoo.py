@@ -12,7 +12,7 @@ import transformers as tf
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.modules import Rows
+from tests.support.modules.plain import Rows
 
 _VOCABULARY, _LENGTH, _CLASSES, _FRAMES = 50, 9, 3, 16
 _SIZES = {"vocab_size": _VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

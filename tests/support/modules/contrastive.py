@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_unified import MicroBatchRules
-from tests.support.modules import Rows, fit, weights
+from tests.support.modules.plain import Rows, fit, weights
 
 
 def network(inputs=6, outputs=4):

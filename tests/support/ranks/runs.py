@@ -23,8 +23,8 @@ from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.step_traces import CountedMemory, StepTraces
 from lightning_unified.step.ranks import reduction
-from tests.support.ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 from tests.support.lasting import Lasting
+from tests.support.ranks.modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 
 MIB, GIB = 2**20, 2**30
 MAPPED = 64 * 2**10  # bytes from which the heap that is planned for maps a tensor by itself

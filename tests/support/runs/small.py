@@ -3,7 +3,7 @@
 It has dropout, AdamW, a scheduler and a stateful shuffling loader.
 
 Imported by the tests through the `small_run` fixture, and run as a script where a test needs a process of its own:
-    python small_run.py FOLDER [--kill-at N [--signals N] [--signal NAME]] [--accumulate N] [--resume FILE] [--devices N]
+    python small.py FOLDER [--kill-at N [--signals N] [--signal NAME]] [--accumulate N] [--resume FILE] [--devices N]
 """
 
 import argparse
