@@ -31,21 +31,21 @@ os.environ["LIGHTNING_UNIFIED_CACHE"] = _STATE.name
 
 
 # Files of many seconds: they run first, so that no worker has a long one left when the others are done.
-LONG = (
-    "campaigns/test_faults.py",
-    "cli/test_run.py",
-    "strategies/test_ddp.py",
-    "strategies/test_predict.py",
-    "step/recovery/test_real_limit.py",
-    "step/recovery/test_recovery_corners.py",
-    "callbacks/test_interrupt.py",
+LONG = {
+    "test_faults.py",
+    "test_run.py",
+    "test_ddp.py",
+    "test_predict.py",
+    "test_real_limit.py",
+    "test_recovery_corners.py",
+    "test_stop.py",
     "test_conf.py",
-    "test_pytest_plugin.py",
-)
+    "test_lightning_hooks.py",
+}
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_collection_finish():
