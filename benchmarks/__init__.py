@@ -1,1 +1,4 @@
-"""Benchmarks by subject, each with its record beside it; run from the repository's root: `python -m benchmarks.planner.accuracy`."""
+"""Benchmarks by subject, each with its record beside it.
+
+Run them from the repository's root: `python -m benchmarks.planner.accuracy`.
+"""

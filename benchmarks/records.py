@@ -1,4 +1,7 @@
-"""Records of benchmarks: where and with what they were made, the JSON file beside the script, and tables."""
+"""Records of benchmarks: origin, the JSON file beside the script, and tables.
+
+The origin is the machine and the command.
+"""
 
 import argparse
 import datetime as dt
@@ -19,7 +22,10 @@ __all__ = ["cell", "markdown", "origin", "prepare", "record_measures", "write"]
 
 
 def prepare(name: str) -> Path:
-    """Return a folder for what the runs write; this process computes in one thread and says only what matters."""
+    """Return a folder for the files of the runs.
+
+    This process then computes in one thread and logs warnings only.
+    """
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -56,7 +62,9 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def record_measures(module: str, script: Path, measures: Iterable[Callable[[], Any]]) -> int:
-    """Run `measures`, print each result, and write all of them to the JSON file beside `script`; return the exit code.
+    """Run `measures`, print their results, and write them to JSON; return the exit code.
+
+    The file lies beside `script`.
 
     Args:
         module: The script's module below `benchmarks`, as in `claims.cpu`.

@@ -1,4 +1,7 @@
-"""The shipped configuration: every leaf fits its target, every combination composes, precedence is as written."""
+"""The shipped configuration: every leaf fits its target, every combination composes.
+
+Precedence is as documented.
+"""
 
 import inspect
 from pathlib import Path
@@ -81,7 +84,10 @@ FUNCTIONS = {"micro_batches"}  # arguments that hold functions, which no file ca
 
 @pytest.mark.parametrize("together", [("memory", "hardware", "data", "trainer", "callbacks", "logger"), ("model",)])
 def test_a_leaf_writes_exactly_the_arguments_of_its_target(together):
-    """A composition takes a tenth of a second: each one takes the next choice of several groups. A model brings its data."""
+    """Each composition takes the next choice of several groups.
+
+    One composition takes a tenth of a second. A model brings its data.
+    """
     offered = groups()
     for turn in range(max(len(offered[group]) for group in together)):
         chosen = {group: offered[group][turn % len(offered[group])] for group in together}
@@ -186,7 +192,7 @@ def test_a_tier_is_the_budget_batch_and_micro_batch_of_the_table(tier):
 
 
 def test_the_automatic_tier_has_no_batch_of_its_own():
-    for data in ("pydoc", "dtc"):
+    for data in ("builtin", "files"):
         own = OmegaConf.load(ROOT / "conf" / "data" / f"{data}.yaml").batch_size
 
         assert compose("memory=auto", f"data={data}").data.batch_size == own

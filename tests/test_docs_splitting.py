@@ -20,7 +20,10 @@ INEXACT = {"Norm", "Unchecked"}  # the user accepts a difference
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """The names that the first block defines; `trained` has each module that was split, beside its copy trained whole."""
+    """The names that the first block defines.
+
+    `trained` has each module that was split, beside its copy trained whole.
+    """
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page", "trained": []}
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Importing the package is cheap, and imports go down the floors."""
+"""Importing the package is cheap, and no import goes up a layer."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ def test_importing_the_package_imports_neither_torch_nor_lightning_nor_hydra():
     assert done.stdout.split() == []
 
 
-def test_no_import_goes_up_a_floor():
+def test_no_import_goes_up_a_layer():
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"],
         cwd=ROOT,

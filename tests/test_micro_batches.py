@@ -1,4 +1,7 @@
-"""Rules for splitting batches refuse arguments of another type, with the argument and what is allowed in the message."""
+"""Rules for splitting batches refuse arguments of another type.
+
+The message has the argument and the allowed values.
+"""
 
 from dataclasses import FrozenInstanceError
 

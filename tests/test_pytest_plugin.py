@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.programs import run_program
+
 TESTS = """
 import lightning as L
 import pytest
@@ -87,20 +89,9 @@ def test_what_cannot_be(memory_budget):
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_memory.py").write_text(TESTS.replace("\\\\", "\\"))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "lightning_unified.pytest_plugin",
-        "-rA",
-        "-q",
-        "-W",
-        "ignore",
-        ".",
-    ]
+    options = ["-p", "lightning_unified.pytest_plugin", "-rA", "-q", "-W", "ignore", "."]
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False).stdout
+    return run_program("pytest", *options, cwd=folder, environment=environ).stdout
 
 
 def reason(outcome, test):

@@ -1,4 +1,4 @@
-"""Measures on a CPU what docs/claims.md says of sizes, memory and the rules for adding up micro-batches.
+"""Measure on a CPU the sizes, memory figures and weighting rules of docs/claims.md.
 
     python -m benchmarks.claims.cpu [--output benchmarks/claims/cpu.json]
 
@@ -23,8 +23,8 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import read
 from lightning_unified.models.gearhead import GearHead
-from lightning_unified.models.gearhead.optimizer import build_optimizer
-from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.models.gearhead.sizes import GearHeadConfig
+from lightning_unified.models.training import adamw, decay_groups
 
 GEARHEAD = Path(__file__).parents[1] / "models" / "gearhead" / "memory.json"
 QUIET = {
@@ -54,7 +54,10 @@ class Batches(Dataset):
 
 
 def sizes():
-    """Parameters of the seed's configurations by GearHead's formula, and fixed bytes in fp32 with AdamW."""
+    """Parameters of the seed's configurations, and fixed bytes in fp32 with AdamW.
+
+    Parameters follow GearHead's formula.
+    """
     shapes = {
         "384/6, inner 3072, positions 512": (32_000, 512, 384, 6, 6, 3072),
         "the same, inner 1536 as its YAML says": (32_000, 512, 384, 6, 6, 1536),
@@ -69,7 +72,8 @@ def sizes():
     for name in ("gearhead-34m", "gearhead-118m"):
         with torch.device("meta"):
             module = GearHead(preset=name)
-        optimizer = build_optimizer(module.network, hparams={**module.hparams, "optimizer_kernel": "forloop"})
+        groups = decay_groups(module.network.parameters(), weight_decay=module.hparams["weight_decay"])
+        optimizer = adamw(groups, hparams={**module.hparams, "optimizer_kernel": "forloop"})
         fixed[name] = static_bytes(module, [optimizer])
     config = GearHead(preset="gearhead-34m").config
     untrained = config.num_error_codes * config.width + config.num_diagnoses * (config.width + 1)
@@ -87,7 +91,10 @@ def highest(profiler: Any):
 
 
 def accumulation_memory():
-    """Peak of live bytes of two training steps of gearhead-34m, batch 8 x 512, whole and in micro-batches."""
+    """Peak of live bytes of two steps of gearhead-34m, whole and in micro-batches.
+
+    The batch is 8 x 512.
+    """
     rows = []
     for size in (8, 2, 1):
         gc.collect()
@@ -146,7 +153,10 @@ def tokens(lengths):
 
 
 def gradient(parts, *, divide_by, zero_before_last=False):
-    """Gradient and sum of scaled losses of a hand-written loop: each part's own token mean, divided, one backward each."""
+    """Gradient and summed loss of a hand-written accumulation loop.
+
+    Each micro-batch's own token mean is divided by the number of micro-batches; each has one backward pass.
+    """
     module = small()
     losses = []
     for number, part in enumerate(parts):
@@ -186,7 +196,7 @@ def cut(batch, size):
 
 
 def loss_rules():
-    """Relative error of the gradient against the undivided batch, for each rule of dividing and summing."""
+    """Relative gradient error against the undivided batch, for each weighting rule."""
     ragged, even = tokens([4, 6, 10, 16, 24, 40, 60, 64]), tokens([64] * 8)
     whole_ragged, losses_ragged = gradient([ragged], divide_by=1)
     whole_even, losses_even = gradient([even], divide_by=1)
@@ -226,7 +236,10 @@ def loss_rules():
 
 
 def reading():
-    """Microseconds of one reading of the CPU's pool, and of the garbage collection that the seed's monitor runs first."""
+    """Microseconds of one reading of the CPU's pool, and of one garbage collection.
+
+    The seed's monitor collects garbage before it reads.
+    """
 
     def median(function, times):
         taken = []
@@ -240,7 +253,9 @@ def reading():
 
 
 def watermark_shares():
-    """What torch's MPS defaults (high 1.7, low 1.4 of the recommended working set) are as shares of RAM.
+    """Torch's MPS watermarks as shares of RAM.
+
+    The defaults are 1.7 (high) and 1.4 (low) of the recommended working set.
 
     Working sets in units of the RAM's, as printed in users' reports of several macOS versions; no Mac was read here.
     """

@@ -55,7 +55,10 @@ def scaler():
 
 
 class Resident(Dataset):
-    """Says how many bytes the process that reads it holds: resident, and its own share of what is mapped."""
+    """Reports the memory of the process that reads it.
+
+    Bytes: resident, and its own share of mapped pages.
+    """
 
     def __len__(self):
         return 1
@@ -67,7 +70,10 @@ class Resident(Dataset):
 
 
 def loader():
-    """Pinning without CUDA, and what one loader process holds after importing what this script imports."""
+    """Pinning without CUDA, and memory of one loader process.
+
+    The loader process imports the modules that this script imports.
+    """
     found = {}
     for name, accelerator in (("cpu", None), ("told that its accelerator is mps", torch.device("mps"))):
         with (
@@ -95,7 +101,7 @@ class Pickled:
 
 
 def files():
-    """Numbers as PyYAML and OmegaConf read them, and a pickled dataclass as torch.load takes it."""
+    """Numbers as PyYAML and OmegaConf parse them; a pickled dataclass in torch.load."""
     buffer = io.BytesIO()
     torch.save(Pickled(), buffer)
     buffer.seek(0)
@@ -133,7 +139,10 @@ def tokenizer():
 
 
 def padding():
-    """Share of pads in an epoch of the fault codes: every row to 512, and to the nearest of at most four lengths."""
+    """Share of padding in an epoch of the fault codes.
+
+    Each row is padded to 512, or to the nearest of at most four lengths.
+    """
     data = TextData(source="dtc", batch_size=16, sequence_length=512, vocab_size=4096, drop_last=False)
     rows = used = cells = 0
     lengths = set()
@@ -145,7 +154,10 @@ def padding():
 
 
 def contamination():
-    """Share of held-out lines that are also in training: drawn line by line (seed 0, a tenth), and by our groups, before those are dropped."""
+    """Share of held-out lines that are also in training, before duplicates are dropped.
+
+    Two splits: line by line (seed 0, a tenth), and by our groups.
+    """
     found = {}
     for source in ("pydoc", "dtc"):
         documents = corpora.load(source)

@@ -2,7 +2,7 @@
 
 The model of the allocator and the predictions are tested against the records.
 
-    python -m benchmarks.cost_model.record_allocations [--output tests/cost_model/recorded] [--only gpt]
+    python -m benchmarks.cost_model.record_allocations [--output tests/cost_model/memory/recorded] [--only gpt]
 
 On a CUDA machine, some minutes. Each run is a fresh process: small ones once with segments of fixed size and once with
 `expandable_segments`, cells of `planner/accuracy.py` (a whole fit each) with segments of fixed size.
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-OUTPUT = Path(__file__).parents[2] / "tests" / "cost_model" / "recorded"
+OUTPUT = Path(__file__).parents[2] / "tests" / "cost_model" / "memory" / "recorded"
 STEPS = 3
 SEGMENTS = ("segment_alloc", "segment_map", "segment_free", "segment_unmap")
 
@@ -107,7 +107,10 @@ CELLS = {
 
 
 def fit(name):
-    """Train a cell as `planner/accuracy.py` does; how many blocks there are before anything is computed is not known."""
+    """Train a cell as `planner/accuracy.py` does.
+
+    The number of blocks is unknown before the first computation.
+    """
     from benchmarks.planner.harness.cells import select
     from benchmarks.planner.harness.truth import _trained
 

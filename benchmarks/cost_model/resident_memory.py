@@ -1,4 +1,6 @@
-"""Compares what a process really grows by on a CPU with what the model of its heap gives for the same allocations.
+"""Compare a process's growth on a CPU with the heap model's estimate.
+
+Both see the same allocations.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cost_model.resident_memory [--output benchmarks/cost_model/resident_memory.json]
 
@@ -134,7 +136,10 @@ def measure(name):
 
 
 def record(name):
-    """Return every allocation and end: bytes to begin a storage, minus its number less one to end it."""
+    """Return every allocation and release, in order.
+
+    A positive number is the size in bytes of a new storage. A release is minus the storage's number, less one.
+    """
     train(*TINY[name.split()[0]], steps=2)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -1,4 +1,6 @@
-"""What the exactness check costs a run: GearHead-34M over 200 split steps, at two, five and eight micro-batches a step.
+"""Cost of the exactness check: GearHead-34M over 200 split steps.
+
+Steps have two, five and eight micro-batches.
 
 The seconds of all checks of a fit, and of looking at each batch for whether it is to be checked, over the seconds of the whole fit, with a
 wait for the device around each. Every fit is made in a process of its own, so that each pays for loading kernels. Rows are ragged, so
@@ -61,7 +63,10 @@ def wait(device: torch.device) -> None:
 
 
 class Times:
-    """The seconds of every call of a method of ExactnessCheck, with a wait for the device before and after it."""
+    """Records the seconds of every call of a method of ExactnessCheck.
+
+    It waits for the device before and after the call.
+    """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.batches: list[int] = []
@@ -82,7 +87,10 @@ class Times:
 
 
 def measured(parts: int, rows: int, *, device: str, steps: int, positions: int, precision: Any) -> dict[str, Any]:
-    """Return the seconds of the fit, of its checks and of looking at its batches; changes ExactnessCheck for good."""
+    """Return the seconds of the fit, of its checks and of its batch profiles.
+
+    This changes ExactnessCheck for the rest of the process.
+    """
     prepare("exactness-cost")
     logging.getLogger("lightning_unified").setLevel(logging.ERROR)
     torch.manual_seed(0)

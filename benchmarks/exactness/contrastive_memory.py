@@ -1,4 +1,6 @@
-"""Measures the memory and time of contrastive steps on a CPU: whole, and with encoders in chunks of rows.
+"""Measure memory and time of contrastive steps on a CPU.
+
+Steps run whole, and with encoders in chunks of rows.
 
     python -m benchmarks.exactness.contrastive_memory [--output benchmarks/exactness/contrastive_memory.json]
 
@@ -28,7 +30,7 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.planner.predict import predict
-from tests.support.live_bytes import Loader, live_peak
+from tests.support.runs.live_bytes import Loader, live_peak
 
 QUIET = {
     "accelerator": "cpu",

@@ -5,9 +5,9 @@ The error rate is taken over modules whose correct verdict is known.
 Three parts:
 
 - `cost`: the first check of a fit, and a later one, in milliseconds and in steps.
-- `judged`: the modules of tests/support/split_modules.py, several seeds, four precisions. A false alarm is a module that can be split
+- `judged`: the modules of tests/support/modules/split.py, several seeds, four precisions. A false alarm is a module that can be split
   and is refused; a miss is one that cannot and is split; a wrong rule is one under which gradients are not the whole batch's.
-- `sound`: nine sound modules with dropout on (tests/support/sound_modules.py), several seeds, three precisions. All must be split.
+- `sound`: nine sound modules with dropout on (tests/support/modules/sound.py), several seeds, three precisions. All must be split.
 
 Usage: python -m benchmarks.exactness.splittability [--seeds 5] [--sound-seeds 4]
        (writes benchmarks/exactness/splittability.json; about 4 minutes on one thread of a Xeon; transformers must be installed)
@@ -33,9 +33,9 @@ from lightning_unified.errors import SplitError
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.split.rules import rules_of
-from tests.support.modules import MLP, RaggedTokens, Rows
-from tests.support.sound_modules import OPTIONS, SOUND
-from tests.support.split_modules import EXPECTED, Tokens
+from tests.support.modules.plain import MLP, RaggedTokens, Rows
+from tests.support.modules.sound import OPTIONS, SOUND
+from tests.support.modules.split import EXPECTED, Tokens
 
 RESULTS = Path(__file__).with_suffix(".json")
 JUDGED = {**EXPECTED, MLP: "rows", RaggedTokens: "loss_weight"}
@@ -77,7 +77,10 @@ def fit(
 
 
 def answer(kind: Any, loader: DataLoader, *, precision: str, seed: int, **options: Any) -> tuple[str, float | None]:
-    """Return the rule that the check finds, `"refused"` or `"unchecked"`, and by how much gradients differ under that rule."""
+    """Return the rule that the check finds, and the gradients' difference under it.
+
+    The rule is `"refused"` or `"unchecked"` where none is found.
+    """
     torch.manual_seed(seed)
     module = kind().to(torch.float64 if precision == "64-true" else torch.float32)
     try:
@@ -107,7 +110,7 @@ def loader_of(kind: Any, *, seed: int, precision: str) -> DataLoader:
 
 
 def judged(seeds: int) -> dict[str, Any]:
-    """Return the tally for each precision, the largest difference that was accepted, and every answer that was not right."""
+    """Return the tally of each precision, the largest accepted difference, and wrong answers."""
     result = {}
     for precision in PRECISIONS:
         tally = dict.fromkeys(("runs", "right", "false alarms", "misses", "wrong rules", "not told"), 0)
@@ -127,7 +130,7 @@ def judged(seeds: int) -> dict[str, Any]:
 
 
 def sound(seeds: int) -> dict[str, Any]:
-    """Return how many runs of sound modules were split by the right rule, and every one that was not."""
+    """Return how many runs of sound modules were split by the right rule, and the others."""
     result = {}
     for precision in SOUND_PRECISIONS:
         runs, differences, others = 0, [0.0], []
@@ -192,7 +195,10 @@ def small_gearhead() -> L.LightningModule:
 
 
 def cost() -> dict[str, dict[str, float]]:
-    """Return milliseconds of the first check of a fit and of later ones, and how many unchecked steps a later one takes."""
+    """Return milliseconds of the first and of later checks, and a later check's cost in steps.
+
+    The cost is the number of unchecked steps that take as long.
+    """
     cases: dict[str, tuple[Callable[[], Any], Callable[[], DataLoader], int]] = {
         "a net of two layers, batch 8 as 3+3+2": (MLP, lambda: MLP.loader(rows=80, dtype=torch.float32), 3),
         "tokens of eleven kinds, batch 8 as 3+3+2": (Tokens, Tokens.loader, 3),

@@ -33,7 +33,10 @@ IMAGES = (
 
 
 def language_models() -> dict[str, Callable[[], nn.Module]]:
-    """Return makers of small models by name; those of a decoder fill a cache in training unless they are told not to."""
+    """Return makers of small models by name.
+
+    Decoders fill a cache in training unless `use_cache=False`.
+    """
 
     def made(model: str, config: str, **sizes: object) -> nn.Module:
         return getattr(transformers, model)(getattr(transformers, config)(**WORDS, **sizes))
@@ -59,7 +62,10 @@ def language_models() -> dict[str, Callable[[], nn.Module]]:
 
 
 def measured(module: nn.Module, step: Callable[[nn.Module, bool], Tensor]) -> dict[str, object]:
-    """Return which blocks of `module` are found, whether a step with them recomputed leaves the same bits, and the bytes kept."""
+    """Return the blocks found in `module`, whether bits agree, and the bytes kept.
+
+    Bits agree if a step with these blocks recomputed leaves the same bits.
+    """
     module.train()
     try:
         found = str(find_blocks(module))
@@ -78,7 +84,10 @@ def measured(module: nn.Module, step: Callable[[nn.Module, bool], Tensor]) -> di
 def outcome(
     module: nn.Module, step: Callable[[nn.Module, bool], Tensor], *, recomputed: bool
 ) -> tuple[list[Tensor], int]:
-    """Return loss, gradients, state and generator after one step, and the bytes kept for its backward pass."""
+    """Return loss, gradients, state and generator after one step, and saved bytes.
+
+    Saved bytes are those kept for the backward pass.
+    """
     storages = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -99,7 +108,10 @@ def outcome(
 
 
 def language_step(module: nn.Module, recomputed: bool) -> Tensor:
-    """Train on a batch of random tokens; the recomputed run is given the cache that its configuration asks for."""
+    """Train on a batch of random tokens.
+
+    The recomputed run gets the cache that its configuration requests.
+    """
     tokens = torch.randint(3, 97, (4, 32))
     no_cache = {} if recomputed or not hasattr(module.config, "use_cache") else {"use_cache": False}
     return module(input_ids=tokens, labels=tokens, **no_cache).loss

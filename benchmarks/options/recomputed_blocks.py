@@ -1,4 +1,6 @@
-"""Which blocks to recompute, if not all: the first, the last, or spread; and what it costs to keep attention's outputs.
+"""Compare choices of recomputed blocks: the first, the last, or spread.
+
+It also measures the cost of keeping attention outputs.
 
     python -m benchmarks.options.recomputed_blocks [--output benchmarks/options/recomputed_blocks.json]
 
@@ -41,7 +43,7 @@ class Language(nn.Module):
 
 
 class Images(nn.Module):
-    """Blocks whose activations shrink and whose weights grow from stage to stage, as in a ResNet."""
+    """Blocks with shrinking activations and growing weights, as in a ResNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ CHOICES: dict[str, Callable[[int], list[int]]] = {"first": first, "last": last, 
 
 
 def peak(module: Language | Images, chosen: Sequence[int], *, keep_attention: bool = False) -> float:
-    """Return the most that tensors take in a step of `module` with these of its blocks recomputed, in MiB."""
+    """Return the peak of a step of `module` with these blocks recomputed, in MiB."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         module = copy.deepcopy(module)
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)

@@ -1,4 +1,6 @@
-"""What `make train` gives: the default run, whole, and its summary beside the Kneser–Ney models of the same tokens.
+"""The default run of `make train`, and Kneser–Ney models of the same tokens.
+
+The record holds the run's whole summary.
 
 Usage: python -m benchmarks.overhead.default_run [override …]      (writes benchmarks/overhead/default_run.json; minutes)
 """

@@ -43,7 +43,10 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Net(L.LightningModule):
-    """A stack of linear layers with dropout and BatchNorm: buffers and random numbers are watched too."""
+    """A stack of linear layers with dropout and BatchNorm.
+
+    Buffers and random numbers must be watched too.
+    """
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -63,7 +66,10 @@ class Net(L.LightningModule):
 
 
 class Turns(L.Callback):
-    """One of two runs that take turns, a step each: the time from its turn to the end of its step, with the loader and all callbacks."""
+    """One of two runs that alternate, one step each.
+
+    It measures the time from its turn to the end of its step, with the loader and all callbacks.
+    """
 
     def __init__(self, mine: Semaphore, other: Semaphore) -> None:
         self._mine, self._other = mine, other
@@ -131,7 +137,10 @@ def fit(how: str, module: L.LightningModule, loader: Any, times: L.Callback, *, 
 
 
 def run(how: str, mine: Semaphore, other: Semaphore, sizes: tuple[int, int, int], steps: int, results: Any) -> None:
-    """Train in turns with another process on the first core that there is, and send the seconds of the steps that count."""
+    """Train alternately with another process, and send the seconds of counted steps.
+
+    Both use the first available core.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
@@ -165,7 +174,10 @@ def by_steps(how: str, sizes: tuple[int, int, int], *, steps: int) -> list[tuple
 
 
 def by_blocks(how: str, sizes: tuple[int, int, int], *, blocks: int, steps: int) -> list[tuple[float, float]]:
-    """Return the seconds of a step in neighbouring blocks, a plain and a unified one each; the order within a pair alternates."""
+    """Return seconds per step in neighbouring blocks, one plain and one unified.
+
+    The order within a pair alternates.
+    """
     module, batch = built(*sizes, device="cuda")
     pairs = []
     for index in range(blocks):

@@ -35,7 +35,10 @@ MIB = 2**20
 
 
 class Weights(L.LightningModule):
-    """Wide linear layers: as many gradients to reduce as there are numbers in the backward pass of a few rows."""
+    """Wide linear layers, with much gradient to reduce for few rows.
+
+    The backward pass of a few rows has as many numbers as there are gradients to reduce.
+    """
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -58,7 +61,10 @@ class Transformer(Weights):
 
 
 class Clock(L.Callback):
-    """Seconds a step, over all steps but the first three; the device is waited for at both ends only."""
+    """Seconds per step over all steps but the first three.
+
+    It waits for the device at both ends only.
+    """
 
     def __init__(self, steps: int) -> None:
         self.steps, self.start, self.seconds = steps, 0.0, 0.0

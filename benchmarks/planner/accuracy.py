@@ -1,14 +1,14 @@
 """How near the predicted peak comes to the true one: modules x precision x recomputation x optimizer x two batch sizes.
 
     python -m benchmarks.planner.accuracy [--device cuda] [--jobs 12] [--output FILE]
-    python -m benchmarks.planner.accuracy --summary benchmarks/planner/accuracy_cuda.json
+    python -m benchmarks.planner.accuracy --summary benchmarks/planner/records/accuracy_cuda.json
 
 Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own: by fake tensors of the CPU that are made
 to behave like the device's. Beside it, in another process, the rival: torch's MemTracker under fake tensors.
 
-The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved from the
+The truth, in a third: a fit of four steps by `strategy="unified"`, in whole batches; on CUDA the most that was allocated and reserved from the
 second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in two more processes
-without a profiler the growth of `ru_maxrss`: with the C library as it is, and told to map blocks of 64 KiB and more one by one. A cell
+without a profiler the growth of `ru_maxrss`: with the C library as it is, and set to map blocks of 64 KiB and more one by one. A cell
 that fails is a row with its error. The record is written after each cell, and a run takes up one that is there.
 """
 
@@ -36,7 +36,7 @@ BARS = {
     "cpu": {"transformers": {"p95_absolute": 0.02}, "all": {"p95_absolute": 0.07}},
 }
 RESERVED_BAR = {"cuda": 0.05}
-THRESHOLD = 64 * 2**10  # of blocks that are mapped one by one, where the C library is told so
+THRESHOLD = 64 * 2**10  # of blocks that are mapped one by one, where the C library is set so
 RESIDENT_SHARE, RESIDENT_BAR = 1.05, 48.0  # of what lives, and MB above it, with that threshold
 SECONDS_BAR = 10.0
 _RESIDENT = "resident with the threshold, MB above"
@@ -184,7 +184,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     overall = table(
         ("who", "cells of", "cells", "median error", "median size", "p95 size", "worst", "too low", "too low by > 1 %"),
         [
-            (who, name, *_told(group[who]))
+            (who, name, *_figures(group[who]))
             for name, group in summary["figures"].items()
             for who in SAYERS
             if who in group
@@ -205,7 +205,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     return [head, overall, wanted, by_module(rows), by_parameters(rows), failed]
 
 
-def _told(figures: dict[str, Any]) -> list[Any]:
+def _figures(figures: dict[str, Any]) -> list[Any]:
     signed = {"median", "worst"}
     return [figures["cells"]] + [
         percent(value, signed=name in signed) for name, value in figures.items() if name != "cells"

@@ -6,9 +6,9 @@ Six budgets, from 40 to 100 % of the undivided batch's peak, are enforced.
 
 On CUDA the allocator is held to the budget by `set_per_process_memory_fraction`, on a CPU the process by RLIMIT_AS, which counts
 what planning takes too: so does the peak without a limit there. Each row: a fit by
-`UnifiedStrategy(budget=…, micro_batch_size="auto")`, whether it took more, how often it recovered, and into how many parts it cut the
-batch. A batch is cut evenly, so what there is to choose is the number of parts: the true maximum of a micro-batch is the batch cut into
-the fewest parts that fit, with the same recomputation. It is looked for from the next fewer parts on, each tried in a fresh process
+`UnifiedStrategy(budget=…, micro_batch_size="auto")`, whether it took more, how often it recovered, and into how many micro-batches it
+split the batch. Splits are even, so only the number of micro-batches is chosen. The true maximum of a micro-batch is the split into the
+fewest micro-batches that fit, with the same recomputation. The search for it begins with the next fewer micro-batches, each tried in a fresh process
 without recovery; if those do not fit, fewer do not either. Where the strategy refuses or dies, the smallest plan there is is tried: one
 row at a time, everything recomputed.
 """
@@ -18,12 +18,12 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.planner.harness.limited import attempt, planned, told, unlimited
+from benchmarks.planner.harness.limited import attempt, describe_options, planned, unlimited
 from benchmarks.planner.harness.pool import Task
 from benchmarks.planner.harness.recording import Record, errors, measure, parser
 from benchmarks.planner.harness.tables import gib, percent, table
 from benchmarks.planner.zoo.modules import MODULES
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
 CHOSEN = {
@@ -53,19 +53,19 @@ class FewestParts:
     """
 
     def __init__(self, rows: int, *, chosen: int) -> None:
-        self._ways = [(len(cut), cut[0]) for cut in even_splits(rows)]
-        self._fits = next(index for index, (_, size) in enumerate(self._ways) if size <= chosen)
+        self._splits = [(len(split), split[0]) for split in even_splits(rows)]
+        self._fits = next(index for index, (_, size) in enumerate(self._splits) if size <= chosen)
         self._fails = -1
         self._next = self._fits - 1
 
     @property
     def trying(self) -> int | None:
         """Rows at once that are to be tried; None once it is found."""
-        return None if self._fits - self._fails == 1 else self._ways[self._next][1]
+        return None if self._fits - self._fails == 1 else self._splits[self._next][1]
 
     @property
     def found(self) -> dict[str, int]:
-        parts, size = self._ways[self._fits]
+        parts, size = self._splits[self._fits]
         return {"parts": parts, "micro_batch_size": size}
 
     def tried(self, *, fits: bool) -> None:
@@ -241,7 +241,7 @@ def _by_row(rows: list[dict[str, Any]]) -> str:
         lines.append(
             (
                 row["module"], f"{row['share']:.0%}", gib(row.get("budget")), outcome, gib(plan.get("reserved")),
-                plan.get("parts"), row.get("true_maximum", {}).get("parts"), _ratio(found["ratio"]), told(plan.get("memory_options")),
+                plan.get("parts"), row.get("true_maximum", {}).get("parts"), _ratio(found["ratio"]), describe_options(plan.get("memory_options")),
                 plan.get("recoveries"),
             )
         )  # fmt: skip

@@ -13,7 +13,7 @@ attempts that run out of memory, count as samples and as time. Samples are rows 
 Processes are spawned, as a user's is: a fork of one that holds much copies it when it collects garbage, seconds that no user waits. With
 `--jobs` several begin at a time and measure one after the other; one that begins makes its CUDA context, for which the others' calls
 may wait, so that one job at a time is the fairer measure. The first process of a machine reads libraries from its disk, seconds
-again: the middle of the repeats is told, and every other one goes backwards.
+again: the median of the repeats is reported, and every other one goes backwards.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.throughput --device cuda [--output FILE]
 
-The batch stays the same; only how it is cut, and whether blocks are recomputed, differ. First every plan is measured without a budget:
+The batch stays the same; only its split, and whether blocks are recomputed, differ. First every plan is measured without a budget:
 its seconds a step and what it takes. At each budget, a share of what the undivided batch takes, the best plan is the fastest that goes
 through with the budget enforced; it and the strategy that is left to choose run in one process, and their seconds are compared. One
 process at a time: it is their speed that counts.
@@ -21,7 +21,15 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks.planner.harness.limited import FIXED, PRECISION, Limit, Pull, budget_of, memory_options_of, told
+from benchmarks.planner.harness.limited import (
+    FIXED,
+    PRECISION,
+    Limit,
+    Pull,
+    budget_of,
+    describe_options,
+    memory_options_of,
+)
 from benchmarks.planner.harness.pool import Task
 from benchmarks.planner.harness.recording import Record, measure, parser
 from benchmarks.planner.harness.tables import gib, table
@@ -238,7 +246,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 def _plan(plan: dict[str, Any]) -> str | None:
     if "micro_batch_size" not in plan:
         return None
-    return f"{plan['micro_batch_size']} at once, {told(plan['memory_options'])}"
+    return f"{plan['micro_batch_size']} at once, {describe_options(plan['memory_options'])}"
 
 
 def _milliseconds(seconds: float | None) -> str | None:

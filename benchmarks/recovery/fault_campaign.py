@@ -69,7 +69,10 @@ def _options() -> argparse.Namespace:
 
 
 def _planned(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    """Yield number and kind of each run: the kinds in turn, so that the first n runs have some of each."""
+    """Yield number and kind of each run.
+
+    Kinds alternate, so that the first n runs cover all of them.
+    """
     kinds = list(KINDS)
     for index in range(options.runs) if options.index is None else [options.index]:
         yield index, options.only or kinds[index % len(kinds)]

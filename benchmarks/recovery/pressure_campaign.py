@@ -134,7 +134,10 @@ def draw_case(seed: int, index: int, *, batches: int) -> Case:
 
 
 class Conduct(L.Callback):
-    """Waits after each batch; lets glibc keep what is freed, if the case says so (mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
+    """Waits after each batch.
+
+    If the case requires it, glibc keeps freed memory (mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
+    """
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps

@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from benchmarks.records import markdown, origin, prepare, write
 from lightning_unified import UnifiedStrategy
-from lightning_unified.step import loop
+from lightning_unified.step.recovery import snapshot
 
 BAR_MS, LARGE = 0.4, 1000
 RESULTS = Path(__file__).with_suffix(".json")
@@ -49,7 +49,10 @@ class Still(L.LightningModule):
 
 
 class Moving(Still):
-    """The same, with a counter, a hidden state, a generator, a list of results, a metric and a schedule besides."""
+    """The same module with more state.
+
+    It adds a counter, a hidden state, a generator, a list of results, a metric and a schedule.
+    """
 
     def __init__(self, submodules: int) -> None:
         super().__init__(submodules)
@@ -107,7 +110,7 @@ class Turns:
 
     def on_train_start(self, trainer, pl_module):
         optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._optimization, self._watch, self._batches = optimization, optimization._state, loop.BatchWatch
+        self._optimization, self._watch, self._batches = optimization, optimization._state, snapshot.BatchWatch
         for name in ("note", "learn"):
             setattr(self._watch, name, self._timed(getattr(self._watch, name)))
         self._timed_batches = self._timed(self._batches)
@@ -115,7 +118,7 @@ class Turns:
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._noted, self._undo_s = batch_idx < self._warm or batch_idx % 2 == 0, 0.0
         self._optimization._state = self._watch if self._noted else Nothing()
-        loop.BatchWatch = self._timed_batches if self._noted else lambda _batch: None
+        snapshot.BatchWatch = self._timed_batches if self._noted else lambda _batch: None
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -126,7 +129,7 @@ class Turns:
                 self.undo.append(self._undo_s)
 
     def on_train_end(self, trainer, pl_module):
-        loop.BatchWatch = self._batches
+        snapshot.BatchWatch = self._batches
 
     def _timed(self, function):
         def timed(*args):

@@ -95,8 +95,8 @@ class CudaGraphs(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._parts:
-            told = ", ".join(f"{count} shapes of {name}" for name, count in self.recorded.items())
-            log.info("CudaGraphs: %s were recorded at the end.", told)
+            counts = ", ".join(f"{count} shapes of {name}" for name, count in self.recorded.items())
+            log.info("CudaGraphs: %s were recorded at the end.", counts)
         self._take_off()
 
     @override

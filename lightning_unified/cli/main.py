@@ -1,10 +1,10 @@
 """Entry point of `python -m lightning_unified`: dispatch to train (the default) or another command."""
 
 import difflib
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from lightning_unified.cli.config.composition import PACKAGED
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.errors import ConfigurationError
 
@@ -19,43 +19,17 @@ python -m lightning_unified report DIR [DIR …]      write runs as one HTML pag
 """
 
 
-def _train(arguments: Sequence[str]) -> int:
-    from lightning_unified.cli.train import train
-
-    return train(arguments, config_path=PACKAGED, program="-m lightning_unified train")
+_MODULES = {"doctor": "doctor", "plan": "plan.command", "watch": "watch.command", "report": "report.command"}
+_COMMANDS = ("train", *_MODULES)
 
 
-def _doctor(arguments: Sequence[str]) -> int:
-    from lightning_unified.cli.doctor import main as doctor
+def _run(command: str, arguments: list[str]) -> int:
+    """Import one command, because each loads slowly, and run it."""
+    if command == "train":
+        from lightning_unified.cli.train import train
 
-    return doctor(list(arguments))
-
-
-def _plan(arguments: Sequence[str]) -> int:
-    from lightning_unified.cli.plan.command import main as plan
-
-    return plan(arguments)
-
-
-def _watch(arguments: Sequence[str]) -> int:
-    from lightning_unified.cli.watch.command import main as watch
-
-    return watch(list(arguments))
-
-
-def _report(arguments: Sequence[str]) -> int:
-    from lightning_unified.cli.report.command import main as report
-
-    return report(list(arguments))
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "train": _train,
-    "plan": _plan,
-    "doctor": _doctor,
-    "watch": _watch,
-    "report": _report,
-}
+        return train(arguments, program="-m lightning_unified train")
+    return importlib.import_module(f"lightning_unified.cli.{_MODULES[command]}").main(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if first in _COMMANDS:
-            return _COMMANDS[first](given[1:])
+            return _run(first, given[1:])
         if not first or first.startswith("-") or "=" in first:
-            return _train(given)
+            return _run("train", given)
         near = difflib.get_close_matches(first, _COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Records of the plan search: the options it compares, the candidates it times, and its choice."""
+"""Records of the plan search: the options and splits it compares, the candidates it times, and its choice."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -6,17 +6,17 @@ from typing import Any, Protocol
 
 from lightning_unified.cost_model.trace.trace import Trace
 
-__all__ = ["Candidate", "Choice", "Option", "Sizes", "what_would_fit"]
+__all__ = ["Candidate", "Choice", "Option", "Sizes", "describe_split", "even_splits", "what_would_fit"]
 
 
 class Sizes(Protocol):
     """Traces of one step at any micro-batch size, under one setting of the memory options."""
 
-    def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of `parts` micro-batches of `rows` rows, whole batch included."""
+    def at(self, micro_batch_size: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step of `parts` micro-batches of that size, whole batch included."""
         ...
 
-    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
+    def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
         """Return the peak of live bytes of that step."""
         ...
 
@@ -82,12 +82,11 @@ class Candidate:
     fits: bool
 
     def describe(self) -> str:
-        """Return the plan in words: `"2 parts of up to 32 rows, recomputed: 6 of 12 blocks, bf16-mixed"`."""
-        rows = f"{self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)}"
-        upper = "up to " * (self.micro_batch_size != 1)  # parts of unequal size differ by one unit
-        size = f"the whole batch of {rows} at once" if self.parts == 1 else f"{self.parts} parts of {upper}{rows}"
-        recompute = "nothing recomputed" if self.recompute == "none" else f"recomputed: {self.recompute}"
-        named = [size, recompute, self.precision]
+        """Return the plan in words: `"2 micro-batches of up to 32 rows, activation checkpointing: 6 of 12 blocks, bf16-mixed"`."""
+        checkpointing = "no activation checkpointing"
+        if self.recompute != "none":
+            checkpointing = f"activation checkpointing: {self.recompute}"
+        named = [describe_split(self.micro_batch_size, self.parts), checkpointing, self.precision]
         named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []
         named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
         return ", ".join(named)
@@ -113,6 +112,56 @@ class Choice:
     reason: str
 
 
+def describe_split(micro_batch_size: int, parts: int) -> str:
+    """Return a split in words: `"2 micro-batches of up to 32 rows"`, or `"the whole batch of 64 rows at once"`.
+
+    Micro-batches of unequal size differ by one unit.
+    """
+    rows = f"{micro_batch_size} row{'s' * (micro_batch_size != 1)}"
+    if parts == 1:
+        return f"the whole batch of {rows} at once"
+    return f"{parts} micro-batches of {'up to ' * (micro_batch_size != 1)}{rows}"
+
+
 def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
     """Return each plan that did not fit with the bytes it needs, least first, for a refusal."""
     return [(plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits]
+
+
+def even_splits(
+    rows: int, *, unit: int = 1, least: int = 1, micro_batch_size: int | None = None
+) -> list[tuple[int, ...]]:
+    """Return every even split of a batch as the rows of its micro-batches, fewest micro-batches first.
+
+    The step splits a batch into as few micro-batches as a limit on their rows allows, and as evenly as possible. Limits that
+    give the same number of micro-batches give the same split. So there are at most about 2 * sqrt(rows / unit) splits.
+
+    Args:
+        rows: Number of rows of the whole batch.
+        unit: Number of neighbouring rows that stay together. A batch whose rows are no multiple of `unit` runs whole.
+        least: Least number of rows of a micro-batch.
+        micro_batch_size: Largest micro-batch allowed, in rows. If every split exceeds it, the split with the smallest
+            micro-batches is returned. None allows any.
+
+    Raises:
+        ValueError: If a number of rows is not positive.
+
+    Example:
+        >>> even_splits(10, micro_batch_size=4)
+        [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1, 1, 1, 1)]
+    """
+    limit = rows if micro_batch_size is None else micro_batch_size
+    if min(rows, unit, least, limit) < 1:
+        raise ValueError(
+            f"rows={rows}, unit={unit}, least={least}, micro_batch_size={micro_batch_size}: give positive numbers of rows."
+        )
+    units = rows // unit
+    most_parts = 1 if rows % unit else max(rows // max(least, unit), 1)
+    found: list[tuple[int, ...]] = [(rows,)]
+    parts = 1
+    while (largest := -(-units // parts)) > 1:
+        parts = -(-units // (largest - 1))
+        if parts > most_parts:
+            break
+        found.append(tuple(unit * (units // parts + (index < units % parts)) for index in range(parts)))
+    return [split for split in found if split[0] <= limit] or found[-1:]

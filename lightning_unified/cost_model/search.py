@@ -16,8 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, what_would_fit
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, even_splits, what_would_fit
 from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.trace.trace import Trace
@@ -37,7 +36,7 @@ def search(
     rates: Rates,
     unit: int = 1,
     least: int = 1,
-    most: int | None = None,
+    micro_batch_size: int | None = None,
     alignment: Alignment | None = None,
     own: Option | None = None,
 ) -> Choice:
@@ -55,14 +54,14 @@ def search(
         rates: Speeds of the machine.
         unit: Rows that stay together (`MicroBatchRules.unit`); `rows` for a batch that cannot be split.
         least: Least number of rows of a micro-batch.
-        most: Largest micro-batch that the user allows; None allows any.
+        micro_batch_size: Largest micro-batch that the user allows, in rows; None allows any.
         alignment: Gain of aligned sizes on the machine; None considers no alignment.
         own: The user's own option, if it is not the first.
 
     Raises:
         ValueError: If there is no option, or a number of rows is not positive.
     """
-    splits = even_splits(rows, unit=unit, least=least, most=most)
+    splits = even_splits(rows, unit=unit, least=least, micro_batch_size=micro_batch_size)
     measure = _Measure(budget_bytes=budget_bytes, reserve=reserve, rates=rates, alignment=alignment)
     fitting: list[tuple[Option, Candidate]] = []
     short: list[Candidate] = []
@@ -243,7 +242,7 @@ def _reason(
         text += f"; next, {others[0].describe()}: {_time(others[0].seconds)}"
     if own_bytes > budget_bytes:
         text += (
-            f"; {'the whole batch' if len(splits[0]) == 1 else f'{splits[0][0]} rows'} at once, recomputed: {own.recompute}, "
+            f"; {'the whole batch' if len(splits[0]) == 1 else f'{splits[0][0]} rows'} at once, activation checkpointing: {own.recompute}, "
             f"would take {format_bytes(own_bytes)} or more"
         )
     return text

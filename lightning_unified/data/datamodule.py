@@ -5,7 +5,6 @@ Its loaders can resume in the middle of an epoch.
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from lightning_unified.data.packing import Rows, Sequence, choose_buckets, seque
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import Split, split
-from lightning_unified.data.tokenizer import load_tokenizer, train_tokenizer
+from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY, load_or_train_tokenizer
 
 __all__ = ["TextData"]
 
@@ -93,17 +92,14 @@ class TextData(ResumableData):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(LoaderOptions.of(locals()))
-        # not logged: Lightning refuses a module and a data module that log one name with two values
-        self.save_hyperparameters(logger=False)
-        settings.check(dict(self.hparams))
-        self.source = source
-        self.path = path
-        self.sequence_length = sequence_length
+        settings.check_counts(smallest=8, sequence_length=sequence_length)
+        settings.check_counts(smallest=SMALLEST_VOCABULARY, vocab_size=vocab_size)
+        settings.check_counts(smallest=2, optional=True, max_groups=max_groups)
+        settings.check_source(source, path, sources=corpora.SOURCES)
+        settings.check_one_of("loss_on", loss_on, ("all", "answer"))
+        settings.check_fractions(val_fraction=val_fraction)
+        self.source, self.sequence_length = source, sequence_length
         self.loss_on: Literal["all", "answer"] = loss_on
-        self.max_groups = max_groups
-        self._asked_vocab_size = vocab_size
-        self._tokenizer_file = tokenizer_file
-        self._val_fraction = val_fraction
 
     @property
     @override
@@ -116,13 +112,10 @@ class TextData(ResumableData):
     def rows(self) -> tuple[Rows, Rows]:
         return self._prepared.train, self._prepared.validation
 
-    def example_batch(self) -> dict[str, Tensor]:
-        """Return a training batch of zeros with full size and length; no file is read."""
-        return _zeros(self.batch_size, self.sequence_length)
-
-    def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return a validation batch of zeros."""
-        return _zeros(self.options.rows_of_validation, self.sequence_length)
+    @override
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        names = ("input_ids", "labels", "error_code_ids", "diagnosis_labels")
+        return {name: torch.zeros(rows, self.sequence_length, dtype=torch.int64) for name in names}
 
     def baselines(self) -> dict[str, float]:
         """Return the perplexity of Kneser-Ney models on the validation targets.
@@ -162,7 +155,8 @@ class TextData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self.options.seed)
+        asked, seed = self.hparams, self.options.seed
+        documents = corpora.load(self.source, path=asked["path"], max_groups=asked["max_groups"], seed=seed)
         texts_left_out = 0
         if self.loss_on == "answer":
             records = [document for document in documents if document.record is not None]
@@ -173,12 +167,13 @@ class TextData(ResumableData):
                     "texts; set data.loss_on=all."
                 )
             documents = records
-        parts = split(documents, fraction=self._val_fraction, seed=self.options.seed)
-        tokenizer = self._tokenizer([document.content for document in parts.train])
+        parts = split(documents, fraction=asked["val_fraction"], seed=seed)
+        texts = [document.content for document in parts.train]
+        tokenizer = load_or_train_tokenizer(asked["tokenizer_file"], texts, vocab_size=asked["vocab_size"])
         train_sequences = sequences(tokenizer, parts.train, loss_on=self.loss_on)
-        train = self._cut(train_sequences, stride=self.sequence_length - 1)
+        train = self._divided(train_sequences, stride=self.sequence_length - 1)
         held_out = sequences(tokenizer, parts.validation, loss_on=self.loss_on)
-        validation = self._cut(held_out, stride=self.sequence_length // 2)
+        validation = self._divided(held_out, stride=self.sequence_length // 2)
         buckets = self._buckets(train_sequences + held_out)
         return _Prepared(
             parts=parts,
@@ -189,12 +184,7 @@ class TextData(ResumableData):
             validation=Rows(validation, buckets=buckets),
         )
 
-    def _tokenizer(self, texts: list[str]) -> Tokenizer:
-        if self._tokenizer_file:
-            return load_tokenizer(Path(self._tokenizer_file))
-        return train_tokenizer(texts, vocab_size=self._asked_vocab_size)
-
-    def _cut(self, found: list[Sequence], *, stride: int) -> list[Sequence]:
+    def _divided(self, found: list[Sequence], *, stride: int) -> list[Sequence]:
         """Divide the stream of texts into windows; records stay whole and must fit."""
         rows = []
         for sequence in found:
@@ -205,7 +195,7 @@ class TextData(ResumableData):
             too_long = sum(len(row.ids) > self.sequence_length for row in rows)
             raise ValueError(
                 f"{too_long} record(s) have more than data.sequence_length={self.sequence_length} tokens, the longest {longest}; "
-                f"set data.sequence_length={longest} or more, or shorten them: a record is never cut."
+                f"set data.sequence_length={longest} or more, or shorten them: a record is never divided."
             )
         return rows
 
@@ -215,11 +205,6 @@ class TextData(ResumableData):
         if len(lengths) < len(found) and self.sequence_length not in buckets:
             buckets.append(self.sequence_length)
         return buckets
-
-
-def _zeros(rows: int, length: int) -> dict[str, Tensor]:
-    names = ("input_ids", "labels", "error_code_ids", "diagnosis_labels")
-    return {name: torch.zeros(rows, length, dtype=torch.int64) for name in names}
 
 
 def _side(documents: list, rows: Rows) -> dict[str, Any]:

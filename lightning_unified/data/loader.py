@@ -7,21 +7,26 @@ another order. This loader never reads the global state. Lightning's fit loop sa
 `state_dict` and `load_state_dict`, so that a resumed run sees exactly the remaining batches.
 """
 
+import multiprocessing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_unified.data import settings
 
 __all__ = ["BatchRows", "EpochClock", "LoaderOptions", "ResumableLoader", "plan_epoch"]
 
 _WINDOW = 50  # batches whose rows are sorted by length together: enough to save padding, few enough to stay random
 
 
-class BatchRows(Protocol):
+class BatchRows(Dataset[dict[str, Tensor]], ABC):
     """Rows that return a whole batch at a time.
 
     Attributes:
@@ -32,11 +37,16 @@ class BatchRows(Protocol):
     bucket_of: np.ndarray
     checksum: int
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+    @abstractmethod
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """Return the batch of the rows `indices`; -1 stands for a row of padding only."""
 
-    def __getitems__(self, indices: list[int], /) -> dict[str, Tensor]: ...
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
 
 def plan_epoch(
@@ -106,6 +116,9 @@ class LoaderOptions:
         prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
         start_method: `"fork"`, `"spawn"` or `"forkserver"`; None for the system's own.
         pin_memory: Whether batches are copied into page-locked memory.
+
+    Raises:
+        ValueError: If an option makes no sense.
     """
 
     batch_size: int
@@ -119,13 +132,20 @@ class LoaderOptions:
     start_method: str | None = None
     pin_memory: bool = False
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "LoaderOptions":
-        """Return the loader's options among `settings`, the arguments of a data module by name.
+    def __post_init__(self) -> None:
+        settings.check_counts(batch_size=self.batch_size)
+        settings.check_counts(optional=True, val_batch_size=self.val_batch_size, prefetch_factor=self.prefetch_factor)
+        settings.check_counts(smallest=0, seed=self.seed, num_workers=self.num_workers)
+        settings.check_switches(
+            persistent_workers=self.persistent_workers, pin_memory=self.pin_memory, drop_last=self.drop_last
+        )
+        if self.start_method is not None:
+            settings.check_one_of("start_method", self.start_method, multiprocessing.get_all_start_methods())
 
-        Other settings are ignored.
-        """
-        return cls(**{name: settings[name] for name in cls.__dataclass_fields__ if name in settings})
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "LoaderOptions":
+        """Return the loader's options among the arguments of a data module by name, and ignore the others."""
+        return cls(**{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments})
 
     @property
     def rows_of_validation(self) -> int:
@@ -199,7 +219,7 @@ class ResumableLoader:
         if loader is None:
             # its own generator: without one, a DataLoader draws a number from the global state each epoch
             loader = self._loader = DataLoader(
-                self.rows,  # pyright: ignore[reportArgumentType]  # any class with these methods is a Dataset
+                self.rows,
                 batch_sampler=self._batches,
                 collate_fn=_as_it_is,
                 generator=torch.Generator().manual_seed(self.options.seed),
@@ -259,16 +279,16 @@ class ResumableLoader:
 
     def _begin(self) -> None:
         """Set epoch and position of an iteration that starts now."""
-        told = self.batch_sampler.epoch
+        epoch_set = self.batch_sampler.epoch
         if self._resume_at is not None:
             epoch, position = self._resume_at
             self._resume_at = None
-            self._epoch, self._position = told, position if told == epoch else 0
+            self._epoch, self._position = epoch_set, position if epoch_set == epoch else 0
             return
-        if told == self._epoch and self._position >= len(self):
-            told += 1
-            self.batch_sampler.set_epoch(told)
-        self._epoch, self._position = told, 0
+        if epoch_set == self._epoch and self._position >= len(self):
+            epoch_set += 1
+            self.batch_sampler.set_epoch(epoch_set)
+        self._epoch, self._position = epoch_set, 0
 
     def _plan(self) -> list[list[int]]:
         batches = plan_epoch(

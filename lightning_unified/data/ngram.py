@@ -86,19 +86,10 @@ class NGram:
     def log_probabilities(self, rows: _Rows) -> np.ndarray:
         """Return the natural logarithm of the probability of every target, in order."""
         history, targets = _events(rows, boundary=self.vocab_size)
-        return np.log(self._probabilities(history, targets))
-
-    def distribution(self, before: tuple[int, ...] = ()) -> np.ndarray:
-        """Return p of every token of the vocabulary after the tokens `before`; shape (vocab_size,)."""
-        padded = (self.vocab_size, self.vocab_size, *before)[-2:]
-        tokens = np.arange(self.vocab_size, dtype=np.int64)
-        return self._probabilities(np.tile(np.array(padded, dtype=np.int64), (self.vocab_size, 1)), tokens)
-
-    def _probabilities(self, history: np.ndarray, targets: np.ndarray) -> np.ndarray:
         values = np.full(len(targets), 1.0 / self.vocab_size)
         for length, level in enumerate(self._levels, start=1):
             values = level.interpolate(self._contexts(history, length), targets, values)
-        return values
+        return np.log(values)
 
     def _contexts(self, history: np.ndarray, length: int) -> np.ndarray:
         if length == 1:

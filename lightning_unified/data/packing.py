@@ -26,10 +26,12 @@ import torch
 from numpy.typing import ArrayLike
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_unified.data.documents import error_codes as codes
 from lightning_unified.data.documents import record as layout
 from lightning_unified.data.documents.document import Document
+from lightning_unified.data.loader import BatchRows
 from lightning_unified.data.tokenizer import encode_records, encode_texts
 
 __all__ = ["IGNORED", "Rows", "Sequence", "choose_buckets", "sequences", "windows"]
@@ -62,7 +64,7 @@ class Sequence:
         """The ids of scored tokens, -100 elsewhere."""
         return np.where(self.scored, self.ids, IGNORED).astype(np.int32)
 
-    def cut(self, start: int, stop: int, *, scored_from: int) -> "Sequence":
+    def part(self, start: int, stop: int, *, scored_from: int) -> "Sequence":
         """Return the tokens from `start` to `stop`; those before `scored_from` are context only."""
         scored = self.scored[start:stop].copy()
         scored[: scored_from - start] = False
@@ -103,7 +105,7 @@ def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequenc
         stop = min(start + length, len(sequence.ids))
         if stop <= scored_to:
             break
-        yield sequence.cut(start, stop, scored_from=scored_to)
+        yield sequence.part(start, stop, scored_from=scored_to)
         scored_to = stop
 
 
@@ -133,7 +135,7 @@ def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple:
     return best[-1]
 
 
-class Rows(torch.utils.data.Dataset):
+class Rows(BatchRows):
     """Rows of tokens in flat arrays that return whole batches.
 
     Flat arrays are small to pickle for spawned workers.
@@ -159,14 +161,12 @@ class Rows(torch.utils.data.Dataset):
         """Number of targets in all rows."""
         return int((self._labels != IGNORED).sum())
 
+    @override
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
-
+    @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        """Return the batch of the rows `indices`; -1 stands for a row of padding only."""
         places = [index for index in indices if index >= 0]
         length = int(self.buckets[self.bucket_of[places].max() if places else 0])
         shape = (len(indices), length)
@@ -203,21 +203,14 @@ def _record(record: layout.Record, text: str, encoding: Encoding, *, loss_on: st
     """Return the tokens of a record, with codes and diagnosis aligned by character offsets."""
     plain = _plain(np.asarray(encoding.ids, dtype=np.int32))
     starts = np.array([start for start, _ in encoding.offsets])
-    for _, end, code in codes.find(text):
-        plain.codes[_holding(starts, end - 1)] = code
+    plain.codes[:] = codes.align(text, encoding.offsets)
     question, answer = layout.question_offset(text), layout.answer_offset(text)
     if question is None or answer is None:
         raise RuntimeError(f"a rendered record has no question or no answer: {text!r}; this is a defect of the layout.")
     if record.error_codes:
-        plain.diagnosis[_holding(starts, question - 1)] = codes.subsystem(record.error_codes[0])
+        # the last token that begins at or before the character: one of several bytes may have several tokens
+        token = int(np.searchsorted(starts, question - 1, side="right")) - 1
+        plain.diagnosis[token] = codes.subsystem(record.error_codes[0])
     if loss_on == "answer":
         plain.scored[starts < answer] = False
     return replace(plain, is_record=True)
-
-
-def _holding(starts: np.ndarray, character: int) -> int:
-    """Return the last token of a character.
-
-    A character of several bytes may have several tokens.
-    """
-    return int(np.searchsorted(starts, character, side="right")) - 1

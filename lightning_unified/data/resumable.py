@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning import LightningDataModule
 from tokenizers import Tokenizer
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.data.loader import BatchRows, LoaderOptions, ResumableLoader
@@ -17,12 +18,16 @@ __all__ = ["ResumableData"]
 class ResumableData(LightningDataModule, ABC):
     """Base of the data modules: training and validation rows on loaders that can be resumed.
 
+    The arguments of the subclass's constructor become hyperparameters.
+
     Args:
         options: Batch size, order and workers; a data module takes them as arguments of the same names.
     """
 
     def __init__(self, options: LoaderOptions) -> None:
         super().__init__()
+        # not logged: Lightning refuses a module and a data module that log one name with two values
+        self.save_hyperparameters(ignore=["options"], logger=False)
         self.options = options
         self.batch_size = options.batch_size
 
@@ -35,6 +40,28 @@ class ResumableData(LightningDataModule, ABC):
     @abstractmethod
     def rows(self) -> tuple[BatchRows, BatchRows]:
         """The training and the validation rows."""
+
+    @abstractmethod
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        """Return a batch of zeros with the full length; no file is read."""
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """Return a training batch of zeros with full size and length; no file is read."""
+        return self._zeros(self.batch_size)
+
+    def example_validation_batch(self) -> dict[str, Tensor]:
+        """Return a validation batch of zeros."""
+        return self._zeros(self.options.rows_of_validation)
+
+    @property
+    def _world_size(self) -> int:
+        """Number of processes that share a batch."""
+        return 1 if self.trainer is None else self.trainer.world_size
+
+    @property
+    def _rank(self) -> int:
+        """Rank of this process."""
+        return 0 if self.trainer is None else self.trainer.global_rank
 
     @property
     def vocab_size(self) -> int:
@@ -73,18 +100,23 @@ class ResumableData(LightningDataModule, ABC):
                 "trained with, or give its tokenizer by data.tokenizer_file."
             )
 
+    def _check_shared(self, **batch_sizes: int) -> None:
+        """Raise unless the processes can share batches of these sizes evenly."""
+        for name, size in batch_sizes.items():
+            if size % self._world_size:
+                raise ValueError(
+                    f"data.{name}={size} cannot be shared by {self._world_size} processes; give a multiple of {self._world_size}: it is "
+                    "the effective batch, over all of them."
+                )
+
     def _loader(self, rows: BatchRows, options: LoaderOptions) -> ResumableLoader:
-        world_size = 1 if self.trainer is None else self.trainer.world_size
-        if options.batch_size % world_size:
-            raise ValueError(
-                f"data.batch_size={options.batch_size} cannot be shared by {world_size} processes; give a multiple of {world_size}: it is "
-                "the effective batch, over all of them."
-            )
+        """Return a loader of this process's share of each batch."""
+        self._check_shared(batch_size=options.batch_size)
         return ResumableLoader(
             rows,
             options,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
-            world_size=world_size,
+            rank=self._rank,
+            world_size=self._world_size,
             processed=self._processed_batches if options.shuffle else None,
         )
 

@@ -13,7 +13,16 @@ from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_to
 
 from lightning_unified.data.documents.record import SPECIAL_TOKENS
 
-__all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "serial", "train_tokenizer"]
+__all__ = [
+    "SMALLEST_VOCABULARY",
+    "encode_records",
+    "encode_texts",
+    "load_or_train_tokenizer",
+    "load_tokenizer",
+    "read_tokenizer",
+    "serial",
+    "train_tokenizer",
+]
 
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
@@ -44,6 +53,16 @@ def train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def load_or_train_tokenizer(file: str | None, texts: list[str], *, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in `file`, or train one on `texts` if there is no file.
+
+    Raises:
+        FileNotFoundError: If the file is not there.
+        ValueError: As `load_tokenizer` and `train_tokenizer`.
+    """
+    return load_tokenizer(Path(file)) if file else train_tokenizer(texts, vocab_size=vocab_size)
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer in a `tokenizer.json`, to continue with its vocabulary.
 
@@ -55,13 +74,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise FileNotFoundError(
             f"data.tokenizer_file={path} does not exist; give the tokenizer.json of a run, or null."
         )
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer = read_tokenizer(path)
     if any(tokenizer.token_to_id(token) != place for place, token in enumerate(SPECIAL_TOKENS)):
         raise ValueError(f"{path} does not have {' '.join(SPECIAL_TOKENS)} as ids 0 to {len(SPECIAL_TOKENS) - 1}.")
     return tokenizer
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer in a file; raise a ValueError if the file holds none."""
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ValueError(f"{file} is not a tokenizer: {error}") from error
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

@@ -9,19 +9,9 @@ from lightning_unified.hardware.budget import (
     resolve_budget,
 )
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
-from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment.mps import mps_allocator_initialized
 from lightning_unified.hardware.environment.variables import Finding, lint_environment
-from lightning_unified.hardware.pressure.caches import CachePolicy, ShapeWatch, idle_bytes
-from lightning_unified.hardware.pressure.reader import Pressure, PressureReader
-from lightning_unified.hardware.pressure.thrash import Thrash, ThrashDetector
-from lightning_unified.hardware.readers import read
-from lightning_unified.hardware.readers.gpus import DeviceUse, GpuReader
-from lightning_unified.hardware.readers.peak import read_peak, reset_peak
-from lightning_unified.hardware.reading import Figure, Reading
-from lightning_unified.hardware.run_settings import HardwareSettings, host_threads
-from lightning_unified.hardware.sources import Sources
-from lightning_unified.hardware.watermarks import (
+from lightning_unified.hardware.environment.watermarks import (
     Cap,
     Watermarks,
     cap_allocator,
@@ -29,6 +19,15 @@ from lightning_unified.hardware.watermarks import (
     set_mps_environment,
     watermarks,
 )
+from lightning_unified.hardware.pressure.caches import CachePolicy, ShapeWatch, idle_bytes
+from lightning_unified.hardware.pressure.reader import Pressure, PressureReader
+from lightning_unified.hardware.pressure.thrash import Thrash, ThrashDetector
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.readers.gpus import DeviceUse, GpuReader
+from lightning_unified.hardware.readers.peak import read_peak, reset_peak
+from lightning_unified.hardware.reading import Figure, Reading
+from lightning_unified.hardware.run_settings import HARDWARE, HardwareSettings, describe, detect, host_threads, require
+from lightning_unified.hardware.sources import Sources
 
 __all__ = [
     "HARDWARE",

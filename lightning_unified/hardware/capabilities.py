@@ -20,6 +20,7 @@ MPS_SCALER_SINCE = (2, 8)
 MPS_SCALER_SOUND_SINCE = (2, 13)
 """Before, 16-bit gradients were zeroed in unscaling (pytorch #184286), and fused optimizers ignored the scale (#186360)."""
 
+_Found = tuple[bool | str, str]  # value and reason
 _NO_KERNEL_LIST = "unknown: this torch has no list of the devices with {} kernels"
 
 
@@ -62,30 +63,27 @@ def capabilities(device: "str | torch.device | Reading", *, sources: Sources | N
     """
     sources = sources or Sources.live()
     reading = device if isinstance(device, Reading) else read(device, sources=sources)
-    return [
-        _bf16(reading, sources),
-        _fp16(reading, sources),
-        _float64(reading),
-        _autocast(reading),
-        _scaler(reading, sources),
-        *(_fused(reading, sources, optimizer) for optimizer in ("adam", "adamw", "sgd")),
-        _fused_with_scaler(reading, sources),
-        _foreach(reading, sources),
-        _compile(reading, sources),
-        _pinning(reading),
-        _non_blocking(reading),
-        _flash(reading, sources),
-    ]
+    fused = _fused(reading, sources)
+    found = {
+        "bf16": _bf16(reading, sources),
+        "fp16": _fp16(reading, sources),
+        "float64": _float64(reading),
+        "autocast": _autocast(reading),
+        "scaler": _scaler(reading, sources),
+        **{f"fused_{optimizer}": fused for optimizer in ("adam", "adamw", "sgd")},
+        "fused_with_scaler": _fused_with_scaler(reading, sources),
+        "foreach": _foreach(reading, sources),
+        "compile": _compile(reading, sources),
+        "pin_memory": _pinning(reading),
+        "non_blocking": _non_blocking(reading),
+        "flash_attention_training": _flash(reading, sources),
+    }
+    return [Capability(name=name, value=value, reason=reason) for name, (value, reason) in found.items()]
 
 
-def _say(name: str, value: bool | str, reason: str) -> Capability:
-    return Capability(name=name, value=value, reason=reason)
-
-
-def _bf16(reading: Reading, sources: Sources) -> Capability:
+def _bf16(reading: Reading, sources: Sources) -> _Found:
     probe = {"cpu": _bf16_cpu, "cuda": _bf16_cuda, "rocm": _bf16_rocm, "mps": _bf16_mps, "xpu": _bf16_xpu}
-    value, reason = probe[reading.backend](reading, sources)
-    return _say("bf16", value, reason)
+    return probe[reading.backend](reading, sources)
 
 
 def _bf16_cpu(reading: Reading, sources: Sources) -> tuple[str, str]:
@@ -143,72 +141,69 @@ def _bf16_emulated(sources: Sources, device: str, reason: str) -> tuple[str, str
     return "emulated", f"{reason}; torch computes it by conversion: memory is saved, time is not"
 
 
-def _fp16(reading: Reading, sources: Sources) -> Capability:
+def _fp16(reading: Reading, sources: Sources) -> _Found:
     if reading.backend == "cpu":
-        return _say("fp16", "emulated", "training in fp16 on a CPU becomes bf16: its fp16 kernels are for inference")
+        return "emulated", "training in fp16 on a CPU becomes bf16: its fp16 kernels are for inference"
     if reading.backend == "mps" and torch_version(sources) < MPS_SCALER_SINCE:
-        return _say("fp16", "none", "the loss scaler raises on MPS before torch 2.8; use bf16")
-    return _say("fp16", "native", "with a live loss scaler only; see scaler")
+        return "none", "the loss scaler raises on MPS before torch 2.8; use bf16"
+    return "native", "with a live loss scaler only; see scaler"
 
 
-def _float64(reading: Reading) -> Capability:
+def _float64(reading: Reading) -> _Found:
     if reading.backend == "mps":
-        return _say("float64", False, "Metal has no float64: torch raises a TypeError; 64-true cannot train here")
-    return _say("float64", True, "supported; slow on consumer GPUs")
+        return False, "Metal has no float64: torch raises a TypeError; 64-true cannot train here"
+    return True, "supported; slow on consumer GPUs"
 
 
-def _autocast(reading: Reading) -> Capability:
+def _autocast(reading: Reading) -> _Found:
     if reading.backend == "cpu":
-        return _say("autocast", "bfloat16", "torch.autocast('cpu'); fp16 there has no scaler in Lightning")
+        return "bfloat16", "torch.autocast('cpu'); fp16 there has no scaler in Lightning"
     kind = "cuda" if reading.backend == "rocm" else reading.backend
     gate = "; fp16 since torch 2.5, bf16 since 2.6" if kind == "mps" else ""
-    return _say("autocast", "float16, bfloat16", f"torch.autocast('{kind}'){gate}")
+    return "float16, bfloat16", f"torch.autocast('{kind}'){gate}"
 
 
-def _scaler(reading: Reading, sources: Sources) -> Capability:
+def _scaler(reading: Reading, sources: Sources) -> _Found:
     """Return the device name of a loss scaler, and its restrictions (rule R3)."""
     if reading.backend == "cpu":
-        return _say("scaler", "none", "16-mixed becomes bf16-mixed on a CPU, which needs no scaler")
+        return "none", "16-mixed becomes bf16-mixed on a CPU, which needs no scaler"
     if reading.backend != "mps":
         kind = "xpu" if reading.backend == "xpu" else "cuda"
-        return _say("scaler", kind, f"torch.amp.GradScaler('{kind}') for fp16; bf16 needs none")
+        return kind, f"torch.amp.GradScaler('{kind}') for fp16; bf16 needs none"
     version = torch_version(sources)
     if version < MPS_SCALER_SINCE:
-        return _say("scaler", "none", "before torch 2.8 unscaling needs float64, which MPS lacks (pytorch #142397)")
+        return "none", "before torch 2.8 unscaling needs float64, which MPS lacks (pytorch #142397)"
     if version < MPS_SCALER_SOUND_SINCE:
         bugs = "16-bit gradients were zeroed (#184286) and fused optimizers ignored the scale (#186360) before 2.13"
-        return _say("scaler", "mps", f"fp32 parameters and an unfused optimizer only: {bugs}")
-    return _say("scaler", "mps", "torch.amp.GradScaler('mps'), sound since torch 2.13")
+        return "mps", f"fp32 parameters and an unfused optimizer only: {bugs}"
+    return "mps", "torch.amp.GradScaler('mps'), sound since torch 2.13"
 
 
-def _fused(reading: Reading, sources: Sources, optimizer: str) -> Capability:
-    name = f"fused_{optimizer}"
+def _fused(reading: Reading, sources: Sources) -> _Found:
     devices = _kernel_devices(sources, "_get_fused_kernels_supported_devices")
     kind = "cuda" if reading.backend == "rocm" else reading.backend
     if devices is None:
-        return _say(name, False, _NO_KERNEL_LIST.format("fused"))
+        return False, _NO_KERNEL_LIST.format("fused")
     verb = "is" if kind in devices else "is not"
-    return _say(name, kind in devices, f"{kind} {verb} in torch's list of devices with fused optimizer kernels")
+    return kind in devices, f"{kind} {verb} in torch's list of devices with fused optimizer kernels"
 
 
-def _fused_with_scaler(reading: Reading, sources: Sources) -> Capability:
+def _fused_with_scaler(reading: Reading, sources: Sources) -> _Found:
     if reading.backend == "cpu":
-        return _say("fused_with_scaler", False, "there is no scaler on a CPU")
+        return False, "there is no scaler on a CPU"
     if reading.backend == "mps" and torch_version(sources) < MPS_SCALER_SOUND_SINCE:
-        return _say(
-            "fused_with_scaler", False, "before torch 2.13 the MPS kernels ignored grad_scale and found_inf (#186360)"
-        )
-    return _say("fused_with_scaler", True, "but not with gradient clipping: Lightning refuses that combination")
+        return False, "before torch 2.13 the MPS kernels ignored grad_scale and found_inf (#186360)"
+    return True, "but not with gradient clipping: Lightning refuses that combination"
 
 
-def _foreach(reading: Reading, sources: Sources) -> Capability:
+def _foreach(reading: Reading, sources: Sources) -> _Found:
     devices = _kernel_devices(sources, "_get_foreach_kernels_supported_devices")
     kind = "cuda" if reading.backend == "rocm" else reading.backend
     if devices is None:
-        return _say("foreach", False, _NO_KERNEL_LIST.format("foreach"))
+        return False, _NO_KERNEL_LIST.format("foreach")
     if kind in devices:
-        return _say("foreach", True, f"{kind} is in torch's list of devices with foreach kernels")
-    return _say("foreach", False, f"{kind} is not in torch's list; unfused optimizers loop over the parameters")
+        return True, f"{kind} is in torch's list of devices with foreach kernels"
+    return False, f"{kind} is not in torch's list; unfused optimizers loop over the parameters"
 
 
 def _kernel_devices(sources: Sources, function: str) -> list[str] | None:
@@ -218,72 +213,60 @@ def _kernel_devices(sources: Sources, function: str) -> list[str] | None:
         return None
 
 
-def _compile(reading: Reading, sources: Sources) -> Capability:
+def _compile(reading: Reading, sources: Sources) -> _Found:
     if reading.backend == "mps":
-        return _say(
-            "compile", False, "a prototype on MPS: training reports of diverging losses are open (pytorch #150121)"
-        )
+        return False, "a prototype on MPS: training reports of diverging losses are open (pytorch #150121)"
     if reading.backend == "cpu":
         compiler = sources.environ.get("CXX") or next((c for c in ("g++", "clang++", "cl") if sources.which(c)), None)
         if compiler is None:
-            return _say(
-                "compile", False, "torch.compile for CPU needs a C++ compiler; g++, clang++ and cl are not here"
-            )
-        return _say("compile", True, f"a C++ compiler is here: {compiler}")
+            return False, "torch.compile for CPU needs a C++ compiler; g++, clang++ and cl are not here"
+        return True, f"a C++ compiler is here: {compiler}"
     if not sources.has_module("triton"):
-        return _say("compile", False, "torch.compile for GPUs needs triton, which is not installed")
+        return False, "torch.compile for GPUs needs triton, which is not installed"
     if reading.backend == "cuda" and sources.torch.cuda.get_device_capability(_index(reading))[0] < 7:
-        return _say("compile", False, "triton needs compute capability 7.0 or higher")
-    return _say("compile", True, "triton is installed")
+        return False, "triton needs compute capability 7.0 or higher"
+    return True, "triton is installed"
 
 
-def _pinning(reading: Reading) -> Capability:
+def _pinning(reading: Reading) -> _Found:
     if reading.backend == "cpu":
-        return _say("pin_memory", False, "nothing to copy to: batches stay in host memory")
+        return False, "nothing to copy to: batches stay in host memory"
     if reading.backend == "mps":
-        return _say("pin_memory", False, "the DataLoader warns and turns it off on MPS (pytorch #86060)")
+        return False, "the DataLoader warns and turns it off on MPS (pytorch #86060)"
     if reading.pool == "unified":
-        return _say(
-            "pin_memory", False, "works, but pinned copies cannot be paged and come out of the same pool as the model"
-        )
-    return _say("pin_memory", True, "copies to a dedicated pool run beside the computation")
+        return False, "works, but pinned copies cannot be paged and come out of the same pool as the model"
+    return True, "copies to a dedicated pool run beside the computation"
 
 
-def _non_blocking(reading: Reading) -> Capability:
+def _non_blocking(reading: Reading) -> _Found:
     if reading.backend in {"cpu", "mps"}:
         why = "silent corruption is open (pytorch #139550, #189690)" if reading.backend == "mps" else "there is no copy"
-        return _say("non_blocking", False, f"{why}; Lightning blocks here as well")
-    return _say("non_blocking", True, "asynchronous from pinned memory, otherwise the copy blocks")
+        return False, f"{why}; Lightning blocks here as well"
+    return True, "asynchronous from pinned memory, otherwise the copy blocks"
 
 
-def _flash(reading: Reading, sources: Sources) -> Capability:
-    name = "flash_attention_training"
+def _flash(reading: Reading, sources: Sources) -> _Found:
     if reading.backend == "mps":
-        return _say(
-            name, False, "with gradients MPS takes the math path: B x H x S x S scores are kept (pytorch #179294)"
-        )
+        return False, "with gradients MPS takes the math path: B x H x S x S scores are kept (pytorch #179294)"
     if reading.backend == "cpu":
-        return _say(name, True, "scaled_dot_product_attention has a CPU flash kernel with a backward pass")
+        return True, "scaled_dot_product_attention has a CPU flash kernel with a backward pass"
     if reading.backend == "cuda":
         major, minor = sources.torch.cuda.get_device_capability(_index(reading))
         reason = f"compute capability {major}.{minor}; the flash kernel needs 8.0 and fp16 or bf16; else the efficient one runs"
-        return _say(name, major >= 8, reason)
+        return major >= 8, reason
     return _probe_flash(reading, sources)
 
 
-def _probe_flash(reading: Reading, sources: Sources) -> Capability:
+def _probe_flash(reading: Reading, sources: Sources) -> _Found:
     """Query whether a ROCm or XPU build of torch contains the flash kernel.
 
     Whether the kernel covers the chip is unknown before a run.
     """
-    name = "flash_attention_training"
     if reading.backend == "rocm":
         probe: Any = getattr(sources.torch.backends.cuda, "is_flash_attention_available", None)
         if probe is not None and probe():
-            return _say(name, True, "torch.backends.cuda.is_flash_attention_available(); the chip itself was not tried")
-    return _say(
-        name, False, "not known to have a backward pass here: planned as the math path, which takes more memory"
-    )
+            return True, "torch.backends.cuda.is_flash_attention_available(); the chip itself was not tried"
+    return False, "not known to have a backward pass here: planned as the math path, which takes more memory"
 
 
 def _index(reading: Reading) -> int:

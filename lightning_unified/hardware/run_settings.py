@@ -1,5 +1,6 @@
-"""How a run uses the machine (`conf/hardware`): settings as written, and with `auto` resolved."""
+"""How a run uses the machine (`conf/hardware`): detect the file's name, refuse absent hardware, resolve `auto`."""
 
+import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,11 +8,16 @@ from dataclasses import dataclass, replace
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware.capabilities import Capability, capability
 from lightning_unified.hardware.host.cgroups import cpu_quota
+from lightning_unified.hardware.host.memory import cpu_name, host_total
+from lightning_unified.hardware.readers import backends_here, read
 from lightning_unified.hardware.reading import Reading
-from lightning_unified.hardware.sources import Sources, core_count
+from lightning_unified.hardware.sources import Sources, core_count, read_text
 from lightning_unified.units import GIB
 
-__all__ = ["HardwareSettings", "host_threads"]
+__all__ = ["HARDWARE", "HardwareSettings", "describe", "detect", "host_threads", "require"]
+
+HARDWARE = ("auto", "cpu", "cuda", "rocm", "mps", "dgx_spark", "jetson", "strix_halo")
+"""The names of `conf/hardware/`."""
 
 _CHOICES = {
     "accelerator": ("auto", "cpu", "cuda", "mps"),
@@ -22,6 +28,72 @@ _CHOICES = {
 _ROOMY_HOST = 16 * GIB  # judgement: on a smaller host a loader process costs more memory than it gains time
 
 
+def detect(sources: Sources | None = None) -> str:
+    """Return the `conf/hardware` name of this machine: `"cpu"` if no accelerator can train.
+
+    An Intel GPU gives `"cpu"`: it can be read, but Lightning 2.6 has no accelerator for it.
+    """
+    sources = sources or Sources.live()
+    kind = next(kind for kind in backends_here(sources) if kind != "xpu")
+    return kind if kind in {"cpu", "mps"} else _of_gpu(read(kind, sources=sources), sources)
+
+
+def require(hardware: str, sources: Sources | None = None) -> None:
+    """Raise if the requested hardware is not present.
+
+    `cuda` covers DGX Spark and Jetson, and `rocm` Strix Halo: these are narrower names for the same backend.
+
+    Raises:
+        HardwareError: If the name is unknown, or the machine differs.
+    """
+    sources = sources or Sources.live()
+    if hardware == "xpu":
+        raise HardwareError(
+            f"hardware=xpu cannot train: Lightning 2.6 has no accelerator for Intel GPUs, which can only be read "
+            f"(doctor --device xpu); this machine has: {describe(sources)}; use hardware=cpu or hardware=auto."
+        )
+    if hardware not in HARDWARE:
+        near = difflib.get_close_matches(hardware, HARDWARE, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise HardwareError(f"hardware={hardware} is not known; {hint}There are {', '.join(HARDWARE)}.")
+    if hardware in {"auto", "cpu"}:
+        return
+    found = detect(sources)
+    broader = {"dgx_spark": "cuda", "jetson": "cuda", "strix_halo": "rocm"}.get(found, found)
+    if hardware not in {found, broader}:
+        choice = "hardware=auto" if found == "cpu" else f"hardware={found}, hardware=cpu or hardware=auto"
+        choice = f"hardware=cpu or {choice}" if found == "cpu" else choice
+        raise HardwareError(f"hardware={hardware} is not present; this machine has: {describe(sources)}; use {choice}.")
+
+
+def describe(sources: Sources | None = None) -> str:
+    """Return the machine in one line, accelerators first: `"cpu (AMD EPYC, 2 cores, 23.5 GiB)"`."""
+    sources = sources or Sources.live()
+    parts = []
+    for kind in backends_here(sources):
+        if kind == "cpu":
+            cores, ram = core_count(sources), host_total(sources).bytes
+            parts.append(f"cpu ({cpu_name(sources)}, {cores or 'unknown'} cores, {_gib(ram)})")
+        else:
+            reading = read(kind, sources=sources)
+            parts.append(f"{reading.backend} ({reading.name}, {_gib(reading.total.bytes)} {reading.pool})")
+    return ", ".join(parts)
+
+
+def _of_gpu(reading: Reading, sources: Sources) -> str:
+    if reading.backend == "rocm":
+        return "strix_halo" if reading.pool == "unified" else "rocm"
+    if reading.pool == "dedicated":
+        return "cuda"
+    tree = sources.proc / "device-tree"
+    board = f"{read_text(tree / 'compatible') or ''} {read_text(tree / 'model') or ''}".lower()
+    return "jetson" if "tegra" in board or "jetson" in board else "dgx_spark"
+
+
+def _gib(count: int | None) -> str:
+    return "unknown memory" if count is None else f"{count / GIB:.1f} GiB"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareSettings:
     """How a run uses a machine; `resolve` replaces each `"auto"`.
@@ -29,7 +101,7 @@ class HardwareSettings:
     Attributes:
         name: Name of the `conf/hardware` file.
         accelerator: Lightning's accelerator, as a string: with an instance Lightning chooses the wrong scaler.
-        precision: Precision of the run; `resolve` keeps `"auto"`, because the precision package decides it.
+        precision: Full name of the run's precision; `resolve` keeps `"auto"`, because the precision package decides it.
         num_workers: Number of loader processes. Each is an interpreter in the host's memory.
         persistent_workers: Whether loader processes live across epochs.
         prefetch_factor: Batches each loader process holds ready; None without loader processes.
@@ -145,7 +217,7 @@ def _start_method(reading: Reading) -> str:
 
 def _kernel(precision: str, known: list[Capability]) -> str:
     # Fused kernels unscale gradients inside the step, which Lightning refuses with clipping: fp16 runs without them.
-    if capability("fused_adamw", known) and not precision.removeprefix("fp").startswith("16"):
+    if capability("fused_adamw", known) and not precision.startswith("16-"):
         return "fused"
     return "foreach" if capability("foreach", known) else "forloop"
 

@@ -20,26 +20,6 @@ _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
 _HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour and its size, in 4-byte integers
 
 
-def _no_sysctl(_name: str) -> int | str | None:
-    return None
-
-
-def _nothing() -> None:
-    return None
-
-
-def _not_found(_name: str) -> str | None:
-    return None
-
-
-def _no_module(_name: str) -> bool:
-    return False
-
-
-def _no_program(_command: Sequence[str], _timeout_s: float) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
     """Sources of all hardware figures; tests and simulated machines inject their own.
@@ -57,6 +37,7 @@ class Sources:
         machine: As `platform.machine()`: `"x86_64"`, `"arm64"`, `"aarch64"`.
         affinity: Returns the number of cores the process may run on, None if unknown.
         max_resident: Returns the highest resident bytes of the process, None if unknown.
+        process_start: Returns the start of a running process by its id, in seconds since 1970; None if there is none.
         which: Returns the path of a program, None if it is not installed.
         has_module: Returns whether a Python module could be imported.
         run: Runs a program (command, timeout in seconds) and returns its standard output; None if it is absent, fails or
@@ -67,16 +48,17 @@ class Sources:
     torch: Any
     proc: Path = Path("/nonexistent/proc")
     sys: Path = Path("/nonexistent/sys")
-    sysctl: Callable[[str], int | str | None] = _no_sysctl
-    vm_info: Callable[[], bytes | None] = _nothing
+    sysctl: Callable[[str], int | str | None] = lambda _name: None
+    vm_info: Callable[[], bytes | None] = lambda: None
     environ: Mapping[str, str] = field(default_factory=dict)
     platform: str = "linux"
     machine: str = "x86_64"
-    affinity: Callable[[], int | None] = _nothing
-    max_resident: Callable[[], int | None] = _nothing
-    which: Callable[[str], str | None] = _not_found
-    has_module: Callable[[str], bool] = _no_module
-    run: Callable[[Sequence[str], float], str | None] = _no_program
+    affinity: Callable[[], int | None] = lambda: None
+    max_resident: Callable[[], int | None] = lambda: None
+    process_start: Callable[[int], float | None] = lambda _pid: None
+    which: Callable[[str], str | None] = lambda _name: None
+    has_module: Callable[[str], bool] = lambda _name: False
+    run: Callable[[Sequence[str], float], str | None] = lambda _command, _timeout_s: None
     simulated: str | None = None
 
     @classmethod
@@ -103,6 +85,7 @@ class Sources:
             machine=platform.machine(),
             affinity=_affinity,
             max_resident=_max_resident,
+            process_start=_process_start,
             which=shutil.which,
             has_module=lambda name: importlib.util.find_spec(name) is not None,
             run=_Programs(),
@@ -204,6 +187,16 @@ def _max_resident() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _process_start(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
 
 
 def _sysctl_by_name(name: str) -> int | str | None:

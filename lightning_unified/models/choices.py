@@ -1,11 +1,11 @@
-"""Check arguments that a user chooses by name, and resolve the device."""
+"""Check arguments that a user gives to a model, and resolve the device."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
-__all__ = ["check_choice", "inference_device"]
+__all__ = ["check_choice", "check_numbers", "inference_device"]
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -18,6 +18,16 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" did you mean {near[0]}?" if near else ""
         raise ValueError(f"{name}={value!r} is not offered;{hint} choose from {', '.join(choices)}.")
+
+
+def check_numbers(*, positive: Mapping[str, float], not_negative: Mapping[str, float]) -> None:
+    """Raise a ValueError that names the first argument out of range."""
+    for name, value in positive.items():
+        if value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+    for name, value in not_negative.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} may not be below 0.")
 
 
 def inference_device(name: str) -> torch.device:

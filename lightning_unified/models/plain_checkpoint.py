@@ -1,20 +1,22 @@
-"""Read checkpoints as plain data, without running code from the file."""
+"""Read checkpoints as plain data, without running code from the file, and check that they belong to a model.
+
+Sizes, weights and tokenizer of a checkpoint must be those of the model.
+"""
 
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["read_plain", "read_trained"]
+__all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain", "read_trained"]
 
 
 def read_plain(path: str | Path) -> Any:
     """Read a checkpoint to the CPU as plain data (`weights_only=True`).
-
-    Args:
-        path: The `.ckpt` file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -55,3 +57,56 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
     if not saved["global_step"] > 0:
         raise RuntimeError(f"{path} was saved before the first step of training: {untrained}. Give a later one.")
     return saved
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Any], *, path: str | Path, assign: bool = False) -> None:
+    """Load the weights of the checkpoint `path` into a module; `assign` is that of `load_state_dict`.
+
+    Raises:
+        RuntimeError: If they do not fit the module's sizes.
+    """
+    try:
+        module.load_state_dict(weights, assign=assign)
+    except RuntimeError as error:
+        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+
+
+def check_same_sizes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the sizes in a checkpoint differ from the model's own; dropout may differ.
+
+    Args:
+        saved: A configuration as plain data, possibly nested.
+        own: That of the model.
+    """
+    if other := _differences(saved, own):
+        raise ValueError(f"the checkpoint has other sizes: {', '.join(other)}. Build the model with the checkpoint's.")
+
+
+def check_vocabulary(given: Mapping[str, int], *, rows: int, trained: Mapping[str, int] | None) -> None:
+    """Raise a ValueError if a tokenizer has too many tokens for a model, or others than in training.
+
+    Args:
+        given: The tokenizer's tokens with their ids.
+        rows: Rows of the model's token table.
+        trained: The tokens of the model's training; None before training.
+    """
+    if len(given) > rows:
+        raise ValueError(
+            f"the tokenizer has {len(given):,} tokens, the model's vocabulary is {rows:,}; train the tokenizer with at most "
+            f"{rows:,} or set the model's vocabulary={len(given)}."
+        )
+    if trained is not None and trained != given:
+        raise ValueError(
+            f"this model was trained with another tokenizer ({len(trained):,} tokens) than the one given ({len(given):,} tokens); "
+            "its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
+        )
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, value in own.items():
+        if isinstance(value, Mapping):
+            found += _differences(saved.get(key, {}), value)
+        elif key != "dropout" and saved.get(key) != value:
+            found.append(f"{key} {saved.get(key)} (here {value})")
+    return found

@@ -51,13 +51,10 @@ class Blocks:
 def find_blocks(module: nn.Module) -> Blocks:
     """Return the blocks that activation checkpointing applies to: few inputs, many activations.
 
-    A module may name them in `recompute_blocks`: a list of its submodules, or a method that returns one. Otherwise they are
-    detected: entries of its `ModuleList` and `Sequential` containers with more than one layer, of which at least two have one
-    class. Containers directly inside containers are searched too; a block inside a block is not taken. The blocks must hold a
-    twentieth of the parameters, not counting embedding tables and output layers of a table's shape.
-
-    Args:
-        module: Any module.
+    A module may name them in `recompute_blocks`: a list of its submodules, or a method that returns one. Otherwise they
+    are detected: entries of its `ModuleList` and `Sequential` containers with more than one layer, of which at least
+    two have one class. Containers directly inside containers are searched too; a block inside a block is not taken. The
+    blocks must hold a twentieth of the parameters, not counting embedding tables and output layers of a table's shape.
 
     Raises:
         ValueError: If the declaration is no list of submodules, or no block is declared or found; with the reason.

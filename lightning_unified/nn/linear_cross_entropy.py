@@ -165,10 +165,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _softmax_minus_one_hot_(logits: Tensor, labels: Tensor) -> Tensor:
-    """Turn logits (N, V) into the gradient of their summed loss, in place.
-
-    Rows that are not scored become zero.
-    """
+    """Turn logits (N, V) into their summed loss's gradient, in place; unscored rows become 0."""
     scored = labels != IGNORED
     logits.sub_(logits.amax(1, keepdim=True)).exp_()
     logits.div_(logits.sum(1, keepdim=True))

@@ -1,7 +1,6 @@
 """Switch activation checkpointing of a module's blocks on and off, without any other change."""
 
 import copy
-import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ from torch import nn
 
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.saved_attention import SavedAttention
+from lightning_unified.nn.warn_once import warn_once
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
-
-log = logging.getLogger("lightning_unified")
 
 _FORWARD = "forward"
 
@@ -161,10 +159,7 @@ class _StandIn:
 
     def _say(self, what: str) -> None:
         """Log the problem of this class of blocks, once per text."""
-        text = f"{type(self._block).__name__} {what}"
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("%s", text)
+        warn_once(self._said, f"{type(self._block).__name__} {what}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)

@@ -53,10 +53,7 @@ def hard_bernoulli(logits: Tensor, *, uniform: Tensor) -> Tensor:
 
 
 def _logistic(uniform: Tensor, like: Tensor) -> Tensor:
-    """Return logistic noise in a new tensor, with the dtype and device of `like`.
-
-    Its shape is the one that both arguments broadcast to.
-    """
+    """Return logistic noise in `like`'s dtype and device, and the common shape of both."""
     shape = torch.broadcast_shapes(uniform.shape, like.shape)
     noise = torch.empty(shape, dtype=like.dtype, device=like.device)
     return noise.copy_(uniform).logit_(eps=_SMALLEST)

@@ -86,9 +86,7 @@ class ActivationCheckpointing:
     def set(self, policy: RecomputePolicy, *, why: str) -> None:
         """Recompute by `policy` from here on; call it between two steps, or before the first.
 
-        Args:
-            policy: One of `choices`.
-            why: The reason, for people.
+        The policy is one of `choices`; `why` is the reason, for people.
 
         Raises:
             ConfigurationError: If the user chose another policy, or the module does not support this one.
@@ -148,10 +146,6 @@ class CheckpointedBlocks:
     A module may have a `recompute` attribute, a bool that its forward reads. The policies "all" and "none" set this attribute. If the
     module also declares `recompute_blocks`, other policies turn the attribute off, and some of the blocks get stand-ins. Blocks of a
     module without the attribute get stand-ins too.
-
-    Args:
-        module: The module, trained or a fake copy of one.
-        policy: The policy.
 
     Attributes:
         policy: The policy, with the module's number of blocks.
@@ -214,7 +208,7 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
     A module without blocks allows `NONE` only.
 
-    Each number of blocks comes with and without kept attention, because only a step shows whether the blocks have any attention.
+    Each number of blocks comes with and without saved attention outputs, because only a step shows whether the blocks have any attention.
     """
     if has_switch(module) and not hasattr(module, "recompute_blocks"):
         return NONE, ALL

@@ -106,9 +106,7 @@ class AppliedOptions:
     def set_kernel(self, kernel: Kernel, *, why: str) -> None:
         """Make every optimizer built without a choice run with `kernel`, from its next step on.
 
-        Args:
-            kernel: One of `kernel_choices`.
-            why: The reason, for people.
+        The kernel is one of `kernel_choices`; `why` is the reason, for people.
 
         Raises:
             ConfigurationError: If the user did not leave the kernel open, or an optimizer cannot run with it.
@@ -127,9 +125,7 @@ class AppliedOptions:
 
         None leaves the size to the module.
 
-        Args:
-            rows: One of `chunk_choices`.
-            why: The reason, for people.
+        `rows` is one of `chunk_choices`; `why` is the reason, for people.
 
         Raises:
             ConfigurationError: If the module does not offer it.

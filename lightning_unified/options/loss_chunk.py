@@ -18,7 +18,6 @@ class LossChunk:
     Logits and their gradient take rows x vocabulary x 8 bytes in float32.
 
     Args:
-        module: The module, trained or a fake copy of one.
         rows: Rows of logits that exist at one time; None leaves the number to the module.
 
     Raises:

@@ -76,9 +76,7 @@ def asks_for_kernel(optimizer: Optimizer) -> bool:
 def set_kernel(optimizer: Optimizer, kernel: Kernel) -> "KernelChange":
     """Make `optimizer` run with `kernel` from its next step on.
 
-    Args:
-        optimizer: One of torch's own, before its first step or between two.
-        kernel: The kernel.
+    The optimizer is one of torch's own, before its first step or between two.
 
     Returns:
         The change, whose `undo` takes it back.
@@ -115,10 +113,6 @@ class KernelChange:
 
     Checkpoints are the same as without it. `state_dict` returns the flags and step counters of the optimizer as it was built. A loaded
     state runs with this kernel.
-
-    Args:
-        optimizer: An optimizer that allows the kernel.
-        kernel: The kernel.
     """
 
     def __init__(self, optimizer: Optimizer, kernel: Kernel) -> None:
@@ -221,8 +215,8 @@ def _kernel_of_group(group: Mapping[str, Any], device: str | None) -> Kernel:
         return "fused"
     if group.get("foreach"):
         return "foreach"
-    told = any(group.get(flag) is not None for flag in _FLAGS)
-    if told or group.get("differentiable"):
+    is_given = any(group.get(flag) is not None for flag in _FLAGS)
+    if is_given or group.get("differentiable"):
         return "for-loop"
     capable = set(_foreach_utils._get_foreach_kernels_supported_devices())
     plain = all(map(_is_plain, group["params"]))

@@ -43,10 +43,6 @@ class Bounds:
         The bound is the time of the user's own step, of its operations that run again, and of the start of each micro-batch. A chunked loss
         counts as no faster than the module's own loss. Another optimizer kernel may be faster by any factor, so the optimizer's time is
         then left out.
-
-        Args:
-            combination: The combination of memory options.
-            rates: The speeds of the machine.
         """
         own = self.own
         if combination.precision != own.precision or (own.again and combination != own):
@@ -69,9 +65,6 @@ class Bounds:
         """Return a lower bound of the step's bytes; None if none is known.
 
         It is a function of the rows of the smallest micro-batch.
-
-        Args:
-            combination: A combination of memory options other than the user's own.
         """
         own = self.own
         recomputes = combination.recomputes

@@ -8,25 +8,23 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_unified.cost_model.even_splits import even_splits
-from lightning_unified.cost_model.generation.networks import generation_before
+from lightning_unified.cost_model.candidates import describe_split, even_splits
+from lightning_unified.cost_model.generation import generation_before
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.static import static_bytes
-from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.summary import summarise
+from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.trace.trace import Trace
-from lightning_unified.planner.dry_run import trace_validation
+from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.step_traces import BatchRows, CountedMemory
 from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.split import BatchShape, splitter_of, tensors_in
-from lightning_unified.step.split.rules import given_to, rules_of
+from lightning_unified.step.split import BatchShape, tensors_in
 from lightning_unified.units import format_bytes
 
 __all__ = ["FirstValidation", "ValidationPlan", "outline", "plan_validation", "with_generation"]
@@ -54,81 +52,49 @@ class ValidationPlan:
 
 
 def plan_validation(
-    module: L.LightningModule,
-    batch: Any,
+    step: StepSpec,
     *,
-    backend: str,
-    precision: str,
     limit: int | None,
-    trainer: L.Trainer | None = None,
-    train_batch: Any = None,
-    is_prepared: bool = False,
-    loss_chunk: int | None = None,
     micro_batch_size: int | None = None,
     factor: float = 1.0,
-    workspaces: bool = True,
-    mmap_threshold: int | None = None,
+    counted: CountedMemory | None = None,
 ) -> ValidationPlan:
     """Return the plan with the fewest micro-batches that fit within `limit` bytes.
 
     Nothing runs on the device.
 
     Args:
-        module: The module as the fit runs it, with its memory options applied.
-        batch: A whole batch as `validation_step` gets it.
-        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
-        precision: Lightning's name.
+        step: The validation step, of the module as the fit runs it, with its memory options applied.
         limit: Bytes that the machine gives; None never splits the batch for lack of memory.
-        trainer: The Trainer of the fit; None for a default Trainer.
-        train_batch: A batch as `training_step` gets it; None if it has the same structure as `batch`.
-        is_prepared: Whether the rule `prepare` has already been applied to `train_batch`.
-        loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
         micro_batch_size: The largest micro-batch size allowed; None allows the whole batch.
         factor: Correction for earlier predictions of this kind on this machine, 1 or more.
-        workspaces: Whether to count memory that the backend's libraries take for themselves.
-        mmap_threshold: On a CPU, `M_MMAP_THRESHOLD` in bytes if it is set; None means the C library's default, which changes at run time.
+        counted: The memory to count beside the tensors; `updates` and `reduction_bytes` are those of training and play no part.
 
     Raises:
         DryRunError: If the step cannot be traced.
     """
-    begun, rules = time.monotonic(), rules_of(module, "validate", given=given_to(trainer))
-    splitter = splitter_of(module, "validate", trainer=trainer)
-    shape = splitter.shape(batch)
-    rows = 1 if shape is None else shape.rows
-    whole = shape is None or not rules.splittable or splitter.refusal(batch, rows) is not None
-    unit = rows if whole else rules.unit
-    traced = partial(
-        trace_validation,
-        module,
-        batch,
-        backend=backend,
-        precision=precision,
-        trainer=trainer,
-        train_batch=train_batch,
-        is_prepared=is_prepared,
-        loss_chunk=loss_chunk,
-    )
+    begun, counted, batch = time.monotonic(), counted or CountedMemory(), BatchRows.of(step)
     sizes = TracedSizes(
-        lambda rows, *_: traced(rows=rows),
-        rows=rows,
-        unit=unit,
-        row_bytes=sum(one.numel() * one.element_size() for one in tensors_in(batch)) // rows,
-        workspaces=workspaces,
+        lambda rows, *_: DryRun(step).run(rows),
+        rows=batch.rows,
+        unit=batch.unit,
+        row_bytes=batch.row_bytes,
+        workspaces=counted.workspaces,
     )
-    ways = even_splits(rows, unit=unit, most=micro_batch_size)
+    splits = even_splits(batch.rows, unit=batch.unit, micro_batch_size=micro_batch_size)
 
     def goes_through(trace: Trace) -> bool:
-        return limit is None or fits_within(trace, int(limit / factor), mmap_threshold=mmap_threshold)
+        return limit is None or fits_within(trace, int(limit / factor), mmap_threshold=counted.mmap_threshold)
 
-    at = _fewest_parts(len(ways), lambda index: goes_through(sizes.at(ways[index][0])))
-    while not (fits := goes_through(sizes.exactly(ways[at][0], parts=1))) and at + 1 < len(ways):
+    at = _fewest_that_fit(len(splits), lambda index: goes_through(sizes.at(splits[index][0])))
+    while not (fits := goes_through(sizes.exactly(splits[at][0], parts=1))) and at + 1 < len(splits):
         at += 1
     seconds = time.monotonic() - begun
-    found = summarise(sizes.at(ways[at][0]), planning_seconds=seconds, mmap_threshold=mmap_threshold)
-    prediction = replace(found, parts=len(ways[at]))
+    found = summarise(sizes.at(splits[at][0]), planning_seconds=seconds, mmap_threshold=counted.mmap_threshold)
+    prediction = replace(found, parts=len(splits[at]))
     return ValidationPlan(
         prediction=prediction,
-        refused=None if at == 0 else ways[at - 1][0],
+        refused=None if at == 0 else splits[at - 1][0],
         fits=fits,
         reason=_reason(prediction, fits=fits, limit=limit),
     )
@@ -155,10 +121,10 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() > (1 if tensor.is_floating_point() or tensor.is_complex() else _KNOWN)
 
 
-def _fewest_parts(count: int, fits: Callable[[int], bool]) -> int:
-    """Return the index of the first way that fits, or the last index, by binary search.
+def _fewest_that_fit(count: int, fits: Callable[[int], bool]) -> int:
+    """Return the index of the first split that fits, or the last index, by binary search.
 
-    Later ways never take more.
+    Later splits never take more.
     """
     if count == 1 or fits(0):
         return 0
@@ -172,15 +138,12 @@ def _fewest_parts(count: int, fits: Callable[[int], bool]) -> int:
 def _reason(prediction: Prediction, *, fits: bool, limit: int | None) -> str:
     taken, rows = prediction.reserved_bytes, prediction.rows
     size = format_bytes(taken if limit is None or not fits else min(taken, limit))
-    counted = f"{rows} row{'s' * (rows != 1)}"
-    cut = f"the whole batch of {counted} at once"
-    if prediction.parts > 1:
-        cut = f"{prediction.parts} parts of {'up to ' * (rows != 1)}{counted}"
+    split = describe_split(rows, prediction.parts)
     if limit is None:
-        return f"{cut}: {size}"
+        return f"{split}: {size}"
     if fits:
-        return f"{cut}: {size} of {format_bytes(limit)}"
-    return f"does not fit: {cut} needs {size}, and {format_bytes(limit)} are left"
+        return f"{split}: {size} of {format_bytes(limit)}"
+    return f"does not fit: {split} needs {size}, and {format_bytes(limit)} are left"
 
 
 class FirstValidation:
@@ -191,11 +154,6 @@ class FirstValidation:
     The first one comes from the sanity check. The dry run includes the optimizer state, as in the middle of a fit. So the run knows
     before training begins whether the validation after the first epoch fits. In two cases the plan waits for the first training batch:
     a training step cannot be traced on a validation batch, or the training plan changes memory options that validation uses too.
-
-    Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy whose evaluation sizes this class sets.
-        precision: Lightning's name of the fit's precision.
 
     Attributes:
         prediction: The prediction for the largest validation step so far; None while there is none.
@@ -230,20 +188,14 @@ class FirstValidation:
         self._plan(known, shape, limit=limit, factor=factor)
 
     def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
-        """Keep the training batch, and plan validation again if its memory changed.
-
-        Args:
-            train_batch: The whole batch, after the rule `prepare`.
-            limit: As for `look`.
-            factor: As for `look`.
-        """
+        """Keep the training batch, and plan validation again if its memory changed."""
         if self._trainer.enable_validation:
             self._train_batch = outline(train_batch)
         largest, self._largest = self._largest, None
         if largest is None or (self.prediction is not None and self._policy.applied_options.loss_chunk is None):
             return
         if self._has_split:
-            self._policy.evaluation_sizes.start_over()
+            self._policy.evaluation_sizes.evidence.start_over()
         self._plan(*largest, limit=limit, factor=factor)
 
     def _plan(self, batch: Any, shape: BatchShape | None, *, limit: int, factor: float) -> None:
@@ -252,26 +204,27 @@ class FirstValidation:
             self.reason = "not predicted: its micro-batch size is known"
             return
         try:
-            found = plan_validation(
-                self._trainer.lightning_module,
-                batch,
+            step = StepSpec(
+                module=self._trainer.lightning_module,
+                batch=batch,
                 backend=watch.reading().backend,
                 precision=self._precision,
-                limit=limit,
                 trainer=self._trainer,
+                accumulate=1,
+                validates=True,
                 train_batch=self._train_batch,
                 is_prepared=self._train_batch is not None,
-                micro_batch_size=sizes.limit,
-                factor=factor,
-                workspaces=watch.machine is None,
-                mmap_threshold=watch.mmap_threshold,
+            )
+            counted = CountedMemory(workspaces=watch.machine is None, mmap_threshold=watch.mmap_threshold)
+            found = plan_validation(
+                step, limit=limit, micro_batch_size=sizes.max_micro_batch_size, factor=factor, counted=counted
             )
         except Exception as error:  # in the module or the planner: a run must not end because it has no plan
             self.reason = f"not predicted: {error}"
             return
         self.prediction, self.reason = found.prediction, found.reason
         if found.refused is not None and shape is not None:
-            sizes.plan(shape, rows=found.prediction.rows, refused=found.refused, room_bytes=watch.bytes)
+            sizes.plan(shape, micro_batch_size=found.prediction.rows, refused=found.refused, room_bytes=watch.bytes)
             self._has_split = True
             self._policy.events.append(f"validation planned: {found.reason}")
         if not found.fits:
@@ -287,12 +240,6 @@ def with_generation(
 
     During generation there are no activations. Gradients of the previous step are still allocated, because Lightning drops them after
     the forward pass. The optimizer state is allocated too.
-
-    Args:
-        prediction: The prediction for the training step.
-        module: The module, which may generate in its rule `prepare`.
-        batch: A whole batch.
-        precision: Lightning's name.
     """
     try:
         found = generation_before(module, batch, precision=precision)

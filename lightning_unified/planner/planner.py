@@ -13,22 +13,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning as L
-
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
-from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
 from lightning_unified.cost_model.rates.cost import step_seconds
 from lightning_unified.cost_model.search import Candidate, Choice, Option, search
-from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
-from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
+from lightning_unified.planner.step_traces import StepTraces
 
-__all__ = ["CountedMemory", "Planner", "SizeLimits", "is_under"]
+__all__ = ["Planner", "is_under"]
 
 _LONGEST = 4.0  # seconds; after that, only the user's own combination and the one that needs least are still looked at
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
@@ -38,48 +35,22 @@ class Planner:
     """Predicts and chooses for one module and one batch on one backend; every dry run is kept.
 
     Args:
-        module: As for `StepTraces`, like `batch`, `is_prepared`, `backend`, `trainer`, `limits` and `counted`.
         rates: The speeds of the machine. Without them `predict` gives no seconds; `choose` gets its own.
         calibration: Corrections from earlier runs on the machine; None corrects nothing.
-
-    Attributes:
-        backend: As given.
     """
 
     def __init__(
-        self,
-        module: L.LightningModule,
-        batch: Any,
-        *,
-        is_prepared: bool = False,
-        backend: str,
-        trainer: L.Trainer | None = None,
-        rates: Rates | None = None,
-        calibration: Calibration | None = None,
-        limits: SizeLimits | None = None,
-        counted: CountedMemory | None = None,
+        self, traces: StepTraces, *, rates: Rates | None = None, calibration: Calibration | None = None
     ) -> None:
-        self.backend = backend
-        self._limits, counted = limits or SizeLimits(), counted or CountedMemory()
-        self._rates, self._calibration, self._mmap_threshold = rates, calibration, counted.mmap_threshold
-        self._traces = StepTraces(
-            module,
-            batch,
-            is_prepared=is_prepared,
-            backend=backend,
-            trainer=trainer,
-            limits=self._limits,
-            counted=counted,
-        )
+        self._traces, self._rates, self._calibration = traces, rates, calibration
+        self._mmap_threshold = traces.counted.mmap_threshold
         self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._begun = time.monotonic()
 
     def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
         """Predict a step under `combination`, from a dry run at exactly that size.
 
-        Args:
-            combination: The combination of memory options.
-            micro_batch_size: Rows of a micro-batch; None for the whole batch.
+        A size of None means the whole batch.
 
         Raises:
             DryRunError: If the step cannot be traced.
@@ -90,11 +61,6 @@ class Planner:
 
     def fits(self, combination: Combination, *, micro_batch_size: int | None, limit: int) -> bool:
         """Return whether a step fits within `limit` bytes, corrected by earlier measurements.
-
-        Args:
-            combination: As in `predict`.
-            micro_batch_size: As in `predict`.
-            limit: Bytes that the machine gives.
 
         Raises:
             DryRunError: If the step cannot be traced.
@@ -138,8 +104,8 @@ class Planner:
             reserve=partial(self._needed, limit=budget_bytes),
             rows=self._traces.rows,
             unit=self._traces.unit,
-            least=self._limits.least,
-            most=self._limits.micro_batch_size,
+            least=self._traces.limits.least,
+            micro_batch_size=self._traces.limits.micro_batch_size,
             rates=rates,
             alignment=None if self._calibration is None else self._calibration.alignment,
             own=self._option(own),
@@ -165,15 +131,15 @@ class Planner:
         trace = self._traces.of(self.combination_of(best)).at(best.micro_batch_size, parts=best.parts)
         length = trace.length or 1
         coarse, fine = (multiple // math.gcd(multiple, length) for multiple in (64, 8))
-        ways = {len(way): way for way in self._traces.ways}
-        unaligned = any(rows % coarse for rows in ways.pop(best.parts))
+        splits = {len(split): split for split in self._traces.splits}
+        unaligned = any(rows % coarse for rows in splits.pop(best.parts))
         return unaligned and any(
-            parts > best.parts and not any(rows % fine for rows in way) for parts, way in ways.items()
+            parts > best.parts and not any(rows % fine for rows in split) for parts, split in splits.items()
         )
 
     def kind(self, combination: Combination) -> str:
         """Return the name under which measurements correct predictions of this kind."""
-        return kind_of(backend=self.backend, precision=combination.precision, recomputes=combination.recomputes)
+        return kind_of(backend=self._traces.backend, precision=combination.precision, recomputes=combination.recomputes)
 
     def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
         for index, combination in enumerate(combinations):
@@ -182,22 +148,22 @@ class Planner:
             yield self._option(combination)
 
     def _promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
-        """Yield combinations and ways to split in the order of their lower bounds of seconds."""
-        bounds, ways = self._traces.bounds(combinations[0]), self._traces.ways
+        """Yield combinations and splits in the order of their lower bounds of seconds."""
+        bounds, splits = self._traces.bounds(combinations[0]), self._traces.splits
         least = [bounds.seconds(combination, rates=rates) for combination in combinations]
         options = [
             self._option(combination, least=seconds, bounds=bounds)
             for combination, seconds in zip(combinations, least, strict=True)
         ]
-        waiting = [(seconds(len(ways[0])), index, 0) for index, seconds in enumerate(least)]
+        waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
         while waiting:
-            _, index, way = heapq.heappop(waiting)
+            _, index, at = heapq.heappop(waiting)
             if index > 1 and time.monotonic() - self._begun > _LONGEST:
                 continue
-            yield replace(options[index], split=ways[way])
-            if way + 1 < len(ways):
-                heapq.heappush(waiting, (least[index](len(ways[way + 1])), index, way + 1))
+            yield replace(options[index], split=splits[at])
+            if at + 1 < len(splits):
+                heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
 
     def _option(
         self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None

@@ -10,7 +10,7 @@ import torch
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates
-from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
+from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.hardware import parse_spec, read, resolve_budget
@@ -18,8 +18,10 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.loss_chunk import chunk_choices
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.other_phases import plan_validation, with_generation
-from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
 
 __all__ = ["plan", "plan_many", "predict"]
 
@@ -70,27 +72,12 @@ def predict(
     combination = Combination(
         precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
     )
-    planner = Planner(
-        module,
-        batch,
-        backend=_backend(device),
-        trainer=trainer,
-        rates=rates,
-        counted=CountedMemory(updates=optimizer_step),
-    )
+    step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
+    planner = Planner(StepTraces(step, counted=CountedMemory(updates=optimizer_step)), rates=rates)
     found = planner.predict(combination, micro_batch_size=micro_batch_size)
     if validation_batch is None:
         return found
-    validation = plan_validation(
-        module,
-        validation_batch,
-        backend=planner.backend,
-        precision=precision,
-        limit=None,
-        trainer=trainer,
-        train_batch=batch,
-        loss_chunk=loss_chunk,
-    )
+    validation = plan_validation(_validation(step, validation_batch, loss_chunk=loss_chunk), limit=None)
     return replace(found, validation=validation.prediction)
 
 
@@ -133,17 +120,11 @@ def plan(
         ConfigurationError: If an argument is not one of these.
         BudgetError: If the budget cannot be parsed or the device does not have it.
     """
-    backend = _backend(device)
+    step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
     count = budget if isinstance(budget, int) else _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
-    planner = Planner(
-        module,
-        batch,
-        backend=backend,
-        trainer=trainer,
-        limits=SizeLimits(micro_batch_size=micro_batch_size),
-        calibration=calibration,
-    )
+    traces = StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
+    planner = Planner(traces, calibration=calibration)
     combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     known = rates if calibration is None else calibration.rates
     assert known is not None
@@ -154,7 +135,7 @@ def plan(
     found = replace(found, reasons={**found.reasons, "alignment": aligned})
     if validation_batch is None or found.prediction is None:
         return found
-    return _with_validation(found, module, validation_batch, backend=backend, trainer=trainer, train_batch=batch)
+    return _with_validation(found, _validation(step, validation_batch, loss_chunk=found.loss_chunk))
 
 
 def plan_many(
@@ -170,15 +151,8 @@ def plan_many(
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
 
-    Args:
-        module: As in `predict`.
-        batch: As in `predict`.
-        machines: The backend, the budget in bytes and the speeds of each machine, by name; None takes the speeds from the table.
-        micro_batch_size: As in `plan`.
-        precision: As in `plan`.
-        recompute: As in `plan`.
-        optimizer_kernel: As in `plan`.
-        trainer: As in `predict`.
+    `machines` maps a name to the backend, the budget in bytes and the speeds; None takes the speeds from the table. The other
+    arguments are those of `plan`.
 
     Raises:
         DryRunError: If the step cannot be traced.
@@ -189,13 +163,8 @@ def plan_many(
     plans = {}
     for name, (backend, count, rates) in machines.items():
         if backend not in planners:
-            planners[backend] = Planner(
-                module,
-                batch,
-                backend=_backend(backend),
-                trainer=trainer,
-                limits=SizeLimits(micro_batch_size=micro_batch_size),
-            )
+            step = StepSpec(module=module, batch=batch, backend=_backend(backend), precision=precision, trainer=trainer)
+            planners[backend] = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size)))
         planner = planners[backend]
         known = rates or tabled_rates(name)
         if known is None:
@@ -256,22 +225,16 @@ def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan
     return replace(found, prediction=prediction, reasons=reasons)
 
 
-def _with_validation(
-    found: Plan, module: L.LightningModule, batch: Any, *, backend: str, trainer: L.Trainer | None, train_batch: Any
-) -> Plan:
+def _validation(step: StepSpec, batch: Any, *, loss_chunk: int | None) -> StepSpec:
+    """Return the validation step on `batch` in the fit of a training step."""
+    return replace(step, batch=batch, train_batch=step.batch, loss_chunk=loss_chunk, accumulate=1, validates=True)
+
+
+def _with_validation(found: Plan, step: StepSpec) -> Plan:
     """Add the prediction for the validation step to a plan, or the reason why there is none."""
     assert found.prediction is not None
     try:
-        validation = plan_validation(
-            module,
-            batch,
-            backend=backend,
-            precision=found.precision,
-            limit=found.budget_bytes,
-            trainer=trainer,
-            train_batch=train_batch,
-            loss_chunk=found.loss_chunk,
-        )
+        validation = plan_validation(step, limit=found.budget_bytes)
     except DryRunError as error:
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
     prediction = replace(found.prediction, validation=validation.prediction)
@@ -310,7 +273,6 @@ def _calibration(device: str | torch.device) -> Calibration:
         raise ConfigurationError(
             f"{device} is not here, so its speed cannot be measured; give rates, such as tabled_rates('m2-16gb')."
         )
-    now = read(real)
-    known = Calibration.load(machine_key(device=now.name, total_bytes=now.total.bytes, torch_version=torch.__version__))
+    known = Calibration.of(read(real))
     known.speeds(real)
     return known

@@ -1,22 +1,19 @@
 """Traces of one module's step, by combination of memory options and micro-batch size."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning as L
-
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
-from lightning_unified.planner.dry_run import DryRuns
+from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
 from lightning_unified.planner.traced_sizes import TracedSizes, adjusted
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
 
-__all__ = ["CountedMemory", "SizeLimits", "StepTraces"]
+__all__ = ["BatchRows", "CountedMemory", "SizeLimits", "StepTraces"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,48 +48,64 @@ class CountedMemory:
     mmap_threshold: int | None = None
 
 
-class StepTraces:
-    """The traces of a module's step for one batch on one backend; every dry run is kept.
-
-    Args:
-        module: The module, which stays unchanged; its weights may be on any device, the meta device included.
-        batch: A whole batch, from the loader or after the rule `prepare`.
-        is_prepared: Whether the rule `prepare` has been applied to `batch`; if not, a dry run applies it.
-        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`; the device need not be here.
-        trainer: The Trainer of the fit, with its callbacks, clipping and accumulation windows; None for a default Trainer.
-        limits: The micro-batch sizes that are allowed.
-        counted: The memory to count beside the tensors of the step.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRows:
+    """The rows of a batch.
 
     Attributes:
         rows: Rows of the batch; 1 for a batch without a row dimension.
         unit: Rows that stay together; all rows of a batch that cannot be split.
-        ways: The rows of each micro-batch, for each way to split the batch evenly; the fewest micro-batches come first.
+        row_bytes: Bytes of one row.
+        has_encoders: Whether the step runs whole, with only the module's encoders in micro-batches.
+    """
+
+    rows: int
+    unit: int
+    row_bytes: int
+    has_encoders: bool
+
+    @classmethod
+    def of(cls, step: StepSpec) -> "BatchRows":
+        """Return the rows of the batch of a training step, or of a validation step."""
+        stage = "validate" if step.validates else "fit"
+        rules = rules_of(step.module, stage, given=given_to(step.trainer))
+        splitter = splitter_of(step.module, stage, trainer=step.trainer)
+        shape = splitter.shape(step.batch)
+        rows = 1 if shape is None else shape.rows
+        whole = shape is None or not rules.splittable or splitter.refusal(step.batch, rows) is not None
+        return cls(
+            rows=rows,
+            unit=rows if whole else rules.unit,
+            row_bytes=sum(one.numel() * one.element_size() for one in tensors_in(step.batch)) // rows,
+            has_encoders=bool(rules.encoders) and not step.validates,
+        )
+
+
+class StepTraces:
+    """The traces of a module's step for one batch on one backend; every dry run is kept.
+
+    Args:
+        step: The step, whose memory options each combination replaces.
+
+    Attributes:
+        backend: The backend of the traces.
+        limits, counted: As given.
+        rows: Rows of the batch; 1 for a batch without a row dimension.
+        unit: Rows that stay together; all rows of a batch that cannot be split.
+        splits: The rows of each micro-batch, for each even split of the batch; the fewest micro-batches come first.
     """
 
     def __init__(
-        self,
-        module: L.LightningModule,
-        batch: Any,
-        *,
-        is_prepared: bool,
-        backend: str,
-        trainer: L.Trainer | None,
-        limits: SizeLimits,
-        counted: CountedMemory,
+        self, step: StepSpec, *, limits: SizeLimits | None = None, counted: CountedMemory | None = None
     ) -> None:
-        rules = rules_of(module, "fit", given=given_to(trainer))
-        splitter = splitter_of(module, "fit", trainer=trainer)
-        shape = splitter.shape(batch)
-        whole = shape is None or not rules.splittable or splitter.refusal(batch, shape.rows) is not None
-        self.rows = 1 if shape is None else shape.rows
-        self.unit = self.rows if whole else limits.unit or rules.unit
-        self.ways = even_splits(self.rows, unit=self.unit, least=limits.least, most=limits.micro_batch_size)
-        self._module, self._counted = module, counted
-        self._has_encoders = bool(rules.encoders)
-        self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._dry_runs = partial(
-            DryRuns, module, batch, is_prepared=is_prepared, backend=backend, trainer=trainer, fake_copies={}
+        self.backend, self.limits, self.counted = step.backend, limits or SizeLimits(), counted or CountedMemory()
+        self._step, self._batch = step, BatchRows.of(step)
+        self.rows, unit = self._batch.rows, self._batch.unit
+        self.unit = unit if unit == self.rows else self.limits.unit or unit
+        self.splits = even_splits(
+            self.rows, unit=self.unit, least=self.limits.least, micro_batch_size=self.limits.micro_batch_size
         )
+        self._fake_copies: dict[Any, DryRun] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
 
     def of(self, combination: Combination, *, bounds: Bounds | None = None) -> TracedSizes:
@@ -107,10 +120,10 @@ class StepTraces:
                 self._traced(combination),
                 rows=self.rows,
                 unit=self.unit,
-                row_bytes=self._row_bytes,
-                workspaces=self._counted.workspaces,
+                row_bytes=self._batch.row_bytes,
+                workspaces=self.counted.workspaces,
                 least=None if bounds is None else bounds.bytes(combination),
-                holds_batch=self._has_encoders,
+                holds_batch=self._batch.has_encoders,
             )
         return self._sizes[combination]
 
@@ -128,20 +141,16 @@ class StepTraces:
 
         They follow from the user's own step in the fewest micro-batches allowed.
         """
-        fewest = self.ways[0]
-        return Bounds(self._module, own, lambda: self.of(own).at(fewest[0], parts=len(fewest)), sizes=fewest)
+        fewest = self.splits[0]
+        return Bounds(self._step.module, own, lambda: self.of(own).at(fewest[0], parts=len(fewest)), sizes=fewest)
 
     def _traced(self, combination: Combination) -> Callable[[int, int, int], Trace]:
-        step = self._dry_runs(
+        step = replace(
+            self._step,
             precision=combination.precision,
-            recompute=combination.recompute,
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,
-        ).step
-        counted = self._counted
-
-        def traced(rows: int, parts: int, later_rows: int) -> Trace:
-            trace = step(rows, parts, later_rows)
-            return adjusted(trace, updates=counted.updates, reduction_bytes=counted.reduction_bytes)
-
-        return traced
+        )
+        dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
+        updates, reduction_bytes = self.counted.updates, self.counted.reduction_bytes
+        return lambda *size: adjusted(dry_runs.step(*size), updates=updates, reduction_bytes=reduction_bytes)

@@ -1,7 +1,7 @@
 """Traces of one step at any size: dry runs at a few, straight lines for the others.
 
 A dry run of one size takes a second or two. The peak of a step is no straight line in its rows, but the size of each allocation is.
-Two dry runs of small sizes therefore give the trace of every larger size, allocation by allocation (`interpolation.fit`).
+Two dry runs of small sizes therefore give the trace of every larger size, allocation by allocation (`Interpolation`).
 Lines hold only where the step runs the same operations at both sizes. Elsewhere each size gets a dry run of its own.
 
 Every trace is then adjusted: memory outside the step is added, and operations that the real step skips are removed.
@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_unified.cost_model.backends import with_workspaces
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError, interpolate
+from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
 from lightning_unified.cost_model.trace.trace import Event, Take, Trace, Work
 
 __all__ = ["TracedSizes", "adjusted"]
@@ -62,86 +62,82 @@ class TracedSizes:
     ) -> None:
         self._trace, self._least, self._holds_batch = trace_step, least, holds_batch
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
-        self._second = {cut[0]: cut[1] for cut in even_splits(rows, unit=unit) if len(cut) > 1}
+        self._second = {split[0]: split[1] for split in even_splits(rows, unit=unit) if len(split) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
         self._own: dict[tuple[int, int, int], Trace] = {}
         self._peaks: dict[tuple[int, int], int] = {}
         self._lines: dict[int, Interpolation | None] = {}
 
-    def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step in `parts` micro-batches of `rows`.
-
-        It shows at most two micro-batches.
+    def at(self, micro_batch_size: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step in `parts` micro-batches of that size, which shows at most two.
 
         Further micro-batches add only their share of the batch, which waits on the device. The trace counts that share.
         """
         parts = min(parts, 2)
-        key = rows, parts
+        key = micro_batch_size, parts
         if key not in self._traces:
-            self._traces[key] = self._made(rows, parts)
+            self._traces[key] = self._made(micro_batch_size, parts)
         return self._traces[key]
 
-    def exactly(self, rows: int, *, parts: int) -> Trace:
+    def exactly(self, micro_batch_size: int, *, parts: int) -> Trace:
         """Return the trace from a dry run at that size, not from lines.
 
         `at` returns it from now on.
         """
         parts = min(parts, 2)
-        self._traces[rows, parts] = self._by_itself(rows, parts)
-        self._peaks.pop((rows, parts), None)
-        return self._traces[rows, parts]
+        self._traces[micro_batch_size, parts] = self._by_itself(micro_batch_size, parts)
+        self._peaks.pop((micro_batch_size, parts), None)
+        return self._traces[micro_batch_size, parts]
 
     def distrust_lines(self) -> None:
         """Run every size dry from now on: the step does not follow the lines."""
         self._lines = {1: None, 2: None}
         self._traces, self._peaks = {}, {}
 
-    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the peak of live bytes in that step, or a lower bound of it.
-
-        It is a lower bound if the peak needs another dry run.
+    def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
+        """Return the peak of live bytes in that step, or a lower bound of it if the peak needs another dry run.
 
         A peak is the maximum of straight lines. So more rows take at least as much as fewer rows, and at least as much as the line
         through two smaller sizes. Fewer rows take at least their share of a larger size. This rules out most sizes that are too large
         without a dry run.
         """
         parts = min(parts, 2)
-        if (rows, parts) in self._traces or self._lines_at(rows, parts) is not None:
-            return self._peak(rows, parts)
+        if (micro_batch_size, parts) in self._traces or self._lines_at(micro_batch_size, parts) is not None:
+            return self._peak(micro_batch_size, parts)
         if parts == 1 and self._least is None:
-            return self._peak(rows, parts)
-        return self._least_bytes(rows, parts)
+            return self._peak(micro_batch_size, parts)
+        return self._least_bytes(micro_batch_size, parts)
 
-    def _least_bytes(self, rows: int, parts: int) -> int:
-        smallest = rows if parts == 1 else self._second.get(rows, rows)
+    def _least_bytes(self, size: int, parts: int) -> int:
+        smallest = size if parts == 1 else self._second.get(size, size)
         found = [0 if self._least is None else self._least(smallest)]
         found += [
-            least_bytes(trace, smallest) for (size, _), trace in self._traces.items() if size > rows and parts > 1
+            least_bytes(trace, smallest) for (larger, _), trace in self._traces.items() if larger > size and parts > 1
         ]
-        known = sorted({size for size, of, _ in self._own if of == parts and size < rows})[-2:]
+        known = sorted({smaller for smaller, of, _ in self._own if of == parts and smaller < size})[-2:]
         if not known:
             return max(found)
-        taken = [self._peak(size, parts) for size in known]
+        taken = [self._peak(smaller, parts) for smaller in known]
         more = 0.0
         if len(known) > 1 and known[0] >= _FIT[0] * self._unit:
-            more = (taken[1] - taken[0]) / (known[1] - known[0]) * (rows - known[1])
+            more = (taken[1] - taken[0]) / (known[1] - known[0]) * (size - known[1])
         return max(*found, taken[-1] + max(int(more), 0))
 
-    def _peak(self, rows: int, parts: int) -> int:
-        if (rows, parts) not in self._peaks:
-            self._peaks[rows, parts] = peak(self.at(rows, parts=parts)).bytes
-        return self._peaks[rows, parts]
+    def _peak(self, size: int, parts: int) -> int:
+        if (size, parts) not in self._peaks:
+            self._peaks[size, parts] = peak(self.at(size, parts=parts)).bytes
+        return self._peaks[size, parts]
 
-    def _made(self, rows: int, parts: int) -> Trace:
-        lines = self._lines_at(rows, parts)
+    def _made(self, size: int, parts: int) -> Trace:
+        lines = self._lines_at(size, parts)
         if lines is None:
-            return self._by_itself(rows, parts)
-        return self._complete(lines.at(rows, parts=parts), rows=rows * parts)
+            return self._by_itself(size, parts)
+        return self._complete(lines.at(size), rows=size * parts)
 
-    def _lines_at(self, rows: int, parts: int) -> Interpolation | None:
+    def _lines_at(self, size: int, parts: int) -> Interpolation | None:
         """Return the lines that give a size; None for a size that needs a dry run."""
-        whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
-        uneven = parts > 1 and rows < _FEW * self._unit and self._second.get(rows, rows) < rows
+        whole, small = parts == 1 and size == self._rows, size < _FIT[0] * self._unit
+        uneven = parts > 1 and size < _FEW * self._unit and self._second.get(size, size) < size
         few = parts > 1 and parts not in self._lines and sum(of > 1 for _, of, _ in self._own) < _TRIED
         return None if whole or small or uneven or few else self._lines_of(parts)
 
@@ -151,15 +147,15 @@ class TracedSizes:
             if self._rows >= _FEW * self._unit:
                 sizes = [count * self._unit for count in _FIT]
                 with suppress(MisalignedError):
-                    self._lines[parts] = interpolate([self._traced(size, parts, size) for size in sizes])
+                    self._lines[parts] = Interpolation([self._traced(size, parts, size) for size in sizes])
         return self._lines[parts]
 
-    def _by_itself(self, rows: int, parts: int) -> Trace:
-        second = self._second.get(rows, rows) if parts > 1 else rows
-        return self._complete(self._traced(rows, parts, second), rows=rows + (parts - 1) * second)
+    def _by_itself(self, size: int, parts: int) -> Trace:
+        second = self._second.get(size, size) if parts > 1 else size
+        return self._complete(self._traced(size, parts, second), rows=size + (parts - 1) * second)
 
-    def _traced(self, rows: int, parts: int, second: int) -> Trace:
-        key = rows, parts, second
+    def _traced(self, size: int, parts: int, second: int) -> Trace:
+        key = size, parts, second
         if key not in self._own:
             self._own[key] = self._trace(*key)
         return self._own[key]

@@ -5,12 +5,10 @@ The precision of a run is resolved once, by `resolve_precision`, from three inpu
 the names and the rules.
 """
 
-from lightning_unified.precision.float16 import float16_warnings
 from lightning_unified.precision.gate import Platform, PrecisionChoice, choose_precision, full_name, platform_of
 from lightning_unified.precision.mixed import MixedPrecision, gradient_scale, live_scaler
 from lightning_unified.precision.resolve import build_plugin, plugin_precision, resolve_precision, resolve_simulated
-from lightning_unified.precision.run import verify_run
-from lightning_unified.precision.verify import verify_plugin
+from lightning_unified.precision.verify import float16_warnings, verify_plugin, verify_run
 
 __all__ = [
     "MixedPrecision",

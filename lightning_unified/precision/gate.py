@@ -87,10 +87,6 @@ def full_name(requested: str) -> str:
 def choose_precision(requested: str, *, platform: Platform) -> PrecisionChoice:
     """Return the precision to run, by rule R3: the one that device, scaler and torch version support.
 
-    Args:
-        requested: Lightning's name of a precision, or `"auto"`.
-        platform: Platform of the run.
-
     Raises:
         PrecisionError: If `requested` is unknown, or would compute something else on this platform than its name says.
 

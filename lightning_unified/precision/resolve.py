@@ -57,11 +57,7 @@ def resolve_simulated(
 
     Float16 becomes bfloat16, which takes as many bytes: a CPU has no gradient scaler in Lightning.
 
-    Args:
-        given: As for `resolve_precision`.
-        asked: As for `resolve_precision`.
-        simulated: The simulated platform.
-        here: This CPU.
+    `given` and `asked` are those of `resolve_precision`; `here` is this CPU.
 
     Raises:
         PrecisionError: If the simulated platform cannot run the requested precision.

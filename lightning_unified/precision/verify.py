@@ -1,10 +1,19 @@
-"""Verify before the first step that a plugin does what its name says and suits the optimizers."""
+"""Verify the precision of a run before the first step: the plugin does what its name says and suits the optimizers.
+
+What would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
+about.
+"""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import lightning as L
 import torch
 from lightning.pytorch.plugins import precision as stock
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_unified.errors import PrecisionError
@@ -12,8 +21,52 @@ from lightning_unified.hardware import Sources
 from lightning_unified.hardware.capabilities import MPS_SCALER_SOUND_SINCE
 from lightning_unified.hardware.sources import torch_version
 from lightning_unified.precision.mixed import live_scaler
+from lightning_unified.precision.resolve import plugin_precision
 
-__all__ = ["unscales_itself", "verify_plugin"]
+__all__ = ["float16_warnings", "verify_plugin", "verify_run"]
+
+_NAMED = 2  # number of layers or parameters a warning names; the others are counted
+_WITHOUT_RULE = (
+    (nn.BCELoss, "autocast on CUDA refuses it, because its logarithms overflow; use nn.BCEWithLogitsLoss"),
+    (
+        nn.RMSNorm,
+        "autocast on CUDA runs it in float32 since torch 2.13; use bf16-mixed, or convert its input to float32",
+    ),
+)
+
+
+def verify_run(trainer: L.Trainer) -> None:
+    """Raise if the precision would fail in the first step, or compute something else silently.
+
+    Effects of float16 that may be intended are warned about.
+
+    Raises:
+        PrecisionError: If the Trainer's flag was ignored, or as `verify_plugin` says.
+    """
+    _refuse_ignored_flag(trainer)
+    plugin, strategy = trainer.precision_plugin, trainer.strategy
+    kind, optimizers = strategy.root_device.type, strategy.optimizers
+    verify_plugin(plugin, device_type=kind, optimizers=optimizers, clips=bool(trainer.gradient_clip_val))
+    if trainer.state.fn == TrainerFn.FITTING:
+        for warning in float16_warnings(trainer.lightning_module, plugin, device_type=kind, optimizers=optimizers):
+            rank_zero_warn(warning)
+
+
+def _refuse_ignored_flag(trainer: L.Trainer) -> None:
+    """Raise if a plugin carried by the strategy made Lightning ignore `Trainer(precision=…)`.
+
+    A flag of 32-true is indistinguishable from no flag.
+
+    Source:
+        lightning/pytorch/trainer/connectors/accelerator_connector.py, `_check_config_and_set_final_flags` (2.6.6).
+    """
+    connector = trainer._accelerator_connector
+    flag, runs = connector._precision_flag, plugin_precision(trainer.precision_plugin)
+    if connector._precision_plugin_flag is not None and flag not in ("32-true", runs):
+        raise PrecisionError(
+            f"Trainer(precision={flag!r}) and a strategy that carries a plugin for {runs!r}: Lightning would run the plugin without saying "
+            "so. Give the plugin as Trainer(plugins=[…]) instead, or no precision to the Trainer."
+        )
 
 
 def verify_plugin(
@@ -25,13 +78,6 @@ def verify_plugin(
     sources: Sources | None = None,
 ) -> None:
     """Raise unless the plugin does what its name says (R2) and its scaler suits the optimizers (R3).
-
-    Args:
-        plugin: Precision plugin of the run.
-        device_type: Device type of the module.
-        optimizers: All optimizers of the run.
-        clips: Whether the Trainer clips gradients.
-        sources: Sources of torch's version; default this machine.
 
     Raises:
         PrecisionError: If autocast is for another device than the module or disabled, if float16 would train without a live
@@ -107,3 +153,35 @@ def _verify_under_scaler(optimizer: Optimizer, *, clips: bool, sound: bool) -> N
             f"{name} holds 16-bit parameters, whose gradients torch before 2.13 sets to zero in unscaling on mps (issue 184286); leave the "
             "module in float32, or use bf16-mixed."
         )
+
+
+def float16_warnings(
+    module: L.LightningModule, plugin: stock.Precision, *, device_type: str, optimizers: Iterable[Optimizer]
+) -> Iterator[str]:
+    """Yield warnings about float16 effects of the run, each with a remedy.
+
+    Source:
+        Autocast's tables of operators for MPS and CUDA, torch 2.13. Layers are seen; calls of `torch.nn.functional` are not.
+    """
+    scaler = live_scaler(plugin)
+    halves = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if halves and scaler is None:
+        yield (
+            f"{_named(halves)}: float16 parameters train without a gradient scaler, so gradients below 6e-8 become zero. Use "
+            "bf16-true, which has the range of float32, or 16-mixed with the parameters in float32."
+        )
+    fused = any(unscales_itself(optimizer) for optimizer in optimizers)
+    if fused and scaler is not None and is_overridden("configure_gradient_clipping", module):
+        yield (
+            f"{type(module).__name__}.configure_gradient_clipping will see gradients still multiplied by the scale, because a "
+            "fused optimizer unscales inside its step. Use fused=False if it clips."
+        )
+    if device_type == "mps" and plugin_precision(plugin) == "16-mixed":
+        for kind, instead in _WITHOUT_RULE:
+            found = [name or type(module).__name__ for name, child in module.named_modules() if isinstance(child, kind)]
+            if found:
+                yield f"{_named(found)}: autocast on mps has no rule for {kind.__name__}, which runs in float16; {instead}."
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -12,12 +12,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_unified.step.exactness.gradients import tolerance_in_training
-from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
-from lightning_unified.step.split import split_rows
+from lightning_unified.step.split import bounds, split_rows
 from lightning_unified.units import format_bytes
 
 __all__ = ["DeviceGradientCheck"]
@@ -41,18 +41,11 @@ class DeviceGradientCheck:
     that memory is missing, or the module does not run on a CPU, nothing is compared and the run says so once. The run
     continues with any result.
 
-    Args:
-        trainer: A Trainer in `fit`.
-        policy: Holds the sizes, the weights of micro-batches, and the events.
-        step: Runs `training_step` as the loop does.
+    `step` runs `training_step` as the loop does.
     """
 
     def __init__(
-        self,
-        trainer: L.Trainer,
-        policy: MemoryPolicy,
-        *,
-        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+        self, trainer: L.Trainer, policy: MemoryPolicy, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult]
     ) -> None:
         self._trainer, self._policy, self._splitter = trainer, policy, policy.batches.splitter("fit")
         self._step = step
@@ -67,16 +60,12 @@ class DeviceGradientCheck:
     def compare(self, kwargs: "OrderedDict[str, Any]", *, is_split: bool) -> None:
         """Compare the gradients of the batch's first micro-batch; warn if they differ.
 
-        Each size of micro-batch is compared once.
-
-        Args:
-            kwargs: The arguments of `training_step`, the whole batch first.
-            is_split: Whether the batch runs in micro-batches.
+        Each size of micro-batch is compared once. `kwargs` are the arguments of `training_step`, the whole batch first.
         """
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:
             return
-        rows = max(self._policy.sizes.parts(shape)) if is_split else shape.rows
+        rows = max(self._policy.sizes.micro_batches(shape)) if is_split else shape.rows
         self._changes = self._changes or is_split
         if self._changes and rows not in self._seen:
             self._seen.add(rows)
@@ -137,10 +126,7 @@ class DeviceGradientCheck:
         ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
         sizes = split_rows(rows, micro_batch_size=max(-(-rows // _SLICES), unit), unit=unit)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        slices = [
-            self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
-        ]
+        slices = [self._splitter.split(batch, *span, rows=of) for span in bounds(sizes)]
         weighting = Weighting(self._policy.splits.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]
         with on_host(self._trainer) as copies:
@@ -165,10 +151,7 @@ class DeviceGradientCheck:
 
 
 def _bytes_of_copies(module: nn.Module) -> int:
-    """Return the bytes of float32 copies of parameters and buffers, and of the gradients.
-
-    Only trained parameters have gradients.
-    """
+    """Return the bytes of float32 copies of parameters and buffers, and of trained gradients."""
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
 

@@ -12,16 +12,15 @@ from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_batch import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.policy.memory_policy import STAGES
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
+from lightning_unified.step.undo import EVALUATION_STEPS, StateWatch, roots_of
 
 __all__ = ["EvaluationSteps"]
-
-_STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
 
 
 class EvaluationSteps:
@@ -30,10 +29,7 @@ class EvaluationSteps:
     Before the first split batch of a stage, a check finds how micro-batches' results merge; see `exactness.evaluation`.
     Predictions whose merging is uncertain are refused.
 
-    Args:
-        trainer: The Trainer that evaluates.
-        policy: Chooses the micro-batch sizes, and reacts when memory runs out.
-        planner: Plans for a validation batch before it runs; None where nothing is predicted.
+    Without a `planner` nothing is predicted.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
@@ -65,7 +61,7 @@ class EvaluationSteps:
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         attempt = 0
         while True:
-            snapshot, watch = self._snapshot(), BatchWatch(batch)
+            snapshot = self._snapshot(batch)
             output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
             if reason is None:
                 if shape is not None:
@@ -73,37 +69,34 @@ class EvaluationSteps:
                 self._state.learn(snapshot.state)
                 return output
             attempt += 1
-            snapshot.restore()
-            self._state.forget()
-            batch = watch.again()
-            del snapshot, watch
+            batch = snapshot.undo()
+            del snapshot
             shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
-    def _snapshot(self) -> StepSnapshot:
-        return StepSnapshot(
-            self._trainer, state=self._state, generators=self._generators, results=self._trainer._results
-        )
+    def _snapshot(self, batch: Any) -> StepSnapshot:
+        results = self._trainer._results
+        return StepSnapshot(self._trainer, state=self._state, generators=self._generators, results=results, batch=batch)
 
     def _attempt(
         self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str
     ) -> Any:
-        if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
+        if shape is None or len(sizes := self._policy.evaluation_sizes.micro_batches(shape)) == 1:
             return step(batch, *rest)
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
-        if self._policy.batches.checks(_STAGES[phase]):
+        if self._policy.batches.checks(STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
-        parts = self._policy.batches.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
+        parts = self._policy.batches.splitter(STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
             metrics=self._state.named_metrics,
-            state=self._written if self._policy.batches.checks(_STAGES[phase]) else None,
+            state=self._written if self._policy.batches.checks(STAGES[phase]) else None,
             ignored=(),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
@@ -114,7 +107,7 @@ class EvaluationSteps:
             results.end_micro_batch()
         weights = self._weights(check, parts, sizes)
         if phase == "predict" and check.guesses(outputs, weights):
-            if self._policy.batches.checks(_STAGES[phase]):
+            if self._policy.batches.checks(STAGES[phase]):
                 check.learn(whole, batch, **self._extent(shape))
             check.refuse_guesses(outputs, weights)
         whole_result = results.finish(outputs, weights)
@@ -136,7 +129,7 @@ class EvaluationSteps:
 
         A value is unknown if no check has seen it.
         """
-        if self._policy.batches.checks(_STAGES[phase]):
+        if self._policy.batches.checks(STAGES[phase]):
             check.learn(step, batch, **self._extent(shape))
             for path in paths:
                 if not table.knows(path):
@@ -145,17 +138,11 @@ class EvaluationSteps:
 
     def _encoders_of(self, phase: str) -> Encoders | None:
         if phase not in self._encoders:
-            self._encoders[phase] = encoders_of(self._trainer, self._policy, _STAGES[phase])
+            self._encoders[phase] = encoders_of(self._trainer, self._policy, STAGES[phase])
         return self._encoders[phase]
 
     def _extent(self, shape: BatchShape) -> dict[str, Any]:
-        sizes = self._policy.evaluation_sizes
-        return {
-            "rows": shape.rows,
-            "unit": sizes.unit,
-            "micro_batch_size": sizes.micro_batch_size(shape),
-            "likely": self._policy.splits.loss_rule,
-        }
+        return {**self._policy.evaluation_sizes.extent(shape), "likely": self._policy.splits.loss_rule}
 
     def _check(self, phase: str, loader: int) -> EvaluationCheck:
         """Return the check of a phase and data loader."""
@@ -163,8 +150,8 @@ class EvaluationSteps:
         if key not in self._checks:
             self._checks[key] = EvaluationCheck(
                 self._trainer,
-                rules=self._policy.batches.of(_STAGES[phase]),
-                split=partial(self._policy.batches.splitter(_STAGES[phase]).split, loader=loader),
+                rules=self._policy.batches.of(STAGES[phase]),
+                split=partial(self._policy.batches.splitter(STAGES[phase]).split, loader=loader),
                 predicts=phase == "predict",
             )
         return self._checks[key]
@@ -178,10 +165,10 @@ class EvaluationSteps:
 
         A rule that counts rows is called only if the batch may have to be split.
         """
-        counts = self._policy.batches.of(_STAGES[phase]).rows.count is not None
+        counts = self._policy.batches.of(STAGES[phase]).rows.count is not None
         if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
             return None
-        return self._policy.batches.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
+        return self._policy.batches.splitter(STAGES[phase]).shape(batch, loader=_loader_of(rest))
 
 
 def _loader_of(rest: list[Any]) -> int:

@@ -3,7 +3,8 @@
 Hooks call the memory policy, the precision gate, or the optimization loop that replaces Lightning's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.precision import (
     PrecisionChoice,
@@ -32,7 +34,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.strategies.run_interface import RunInterface
 
-__all__ = ["UnifiedBase"]
+__all__ = ["UnifiedBase", "options_among"]
 
 _DRAWS_BATCHES = (
     "{phase}_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. Write "
@@ -42,6 +44,12 @@ _MANUAL = (
     "the module optimizes by hand (automatic_optimization=False): its training batches are not split, and a step that runs out of memory is "
     "not repeated. Use automatic optimization to have them split."
 )
+
+
+def options_among(arguments: Mapping[str, Any]) -> MemoryOptions:
+    """Return the memory options among the `arguments` of a strategy, which bear the names of the options' fields."""
+    names = {field.name for field in fields(MemoryOptions)}
+    return MemoryOptions(**{name: value for name, value in arguments.items() if name in names})
 
 
 class UnifiedBase(RunInterface, MicroBatchBackward):

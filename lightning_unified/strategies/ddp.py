@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.first_batch.distributed import DistributedFirstStep
 from lightning_unified.precision import plugin_precision
 from lightning_unified.step.loop import UnifiedOptimization
@@ -25,7 +25,7 @@ from lightning_unified.step.ranks.loop import DistributedOptimization
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.strategies.base import UnifiedBase
+from lightning_unified.strategies.base import UnifiedBase, options_among
 
 __all__ = ["UnifiedDDPStrategy"]
 
@@ -73,6 +73,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     strategy_name = "unified_ddp"
     # All ranks have the same gradients when the optimizer reads them: decisions from gradients alone need no agreement.
     gradients_are_alike = True
+    policy: DistributedPolicy
 
     def __init__(
         self,
@@ -99,28 +100,9 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
     ) -> None:
-        if start_method not in ("popen", "spawn", "fork", "forkserver"):
-            raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
-        if not timeout > timedelta(0):
-            raise ConfigurationError(f"timeout={timeout} must be above 0.")
-        options = MemoryOptions(
-            budget=budget,
-            micro_batch_size=micro_batch_size,
-            recompute=recompute,
-            precision=precision,
-            optimizer_kernel=optimizer_kernel,
-            predict=predict,
-            recover=recover,
-            optimizer_rollback=optimizer_rollback,
-            micro_batches=micro_batches,
-            batch_norm=batch_norm,
-            check_split=check_split,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
-            window_mean=window_mean,
-            remember=remember,
-        )
-        self._policy = DistributedPolicy(options, BudgetWatch(budget))
-        self._use(self._policy)
+        _check_start(start_method, timeout)
+        options = options_among(locals())
+        self._use(DistributedPolicy(options, BudgetWatch(budget)))
         self._broadcast_buffers = broadcast_buffers
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None
@@ -168,7 +150,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         super().setup_distributed()
         if self._ranks is None or self._ranks.is_over:
             self._ranks = Ranks(timeout=self._timeout)
-            self._policy.connect(self._ranks)
+            self.policy.connect(self._ranks)
 
     @override
     def _resolve_budget(self) -> None:
@@ -178,13 +160,12 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
+        module = self.lightning_module
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        assert self.lightning_module is not None
-        _refuse_collectives(
-            self.lightning_module, is_synced=self._layer_sync is not None, recover=self.policy.options.recover
-        )
+        assert module is not None
+        _refuse_collectives(module, is_synced=self._layer_sync is not None, recover=self.policy.options.recover)
         with self.ranks.reporting_errors():
             super().setup(trainer)
             _refuse_sharded(self.optimizers)
@@ -195,28 +176,26 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._replicas = None
-        if not module.automatic_optimization:
+        if module.automatic_optimization:
+            self._replicas = _replicas_of(module, self.ranks)
+        else:
             super().configure_ddp()
-            return
-        self._replicas = _replicas_of(module, self.ranks)
 
     @override
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
-        if self._replicas is None:  # no training, or manual optimization
+        ranks, replicas = self.ranks, self._replicas
+        if replicas is None:  # no training, or manual optimization
             return super()._optimization(trainer)
-        if self._policy.options.predict:
+        if self.policy.options.predict:
+            precision, scratch = plugin_precision(self.precision_plugin), replicas.scratch_bytes
             self.first_step = DistributedFirstStep(
-                trainer,
-                self._policy,
-                precision=plugin_precision(self.precision_plugin),
-                ranks=self.ranks,
-                reduction_bytes=self._replicas.scratch_bytes,
+                trainer, self.policy, precision=precision, ranks=ranks, reduction_bytes=scratch
             )
         return DistributedOptimization(
             trainer,
-            self._policy,
-            ranks=self.ranks,
-            replicas=self._replicas,
+            self.policy,
+            ranks=ranks,
+            replicas=replicas,
             broadcast_buffers=self._broadcast_buffers,
             planner=self.first_step,
         )
@@ -224,25 +203,18 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         module = self.lightning_module
-        if module is None or not module.trainer.training:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        with self.ranks.reporting_errors():  # the other ranks wait at the step's first meeting
+        trains = module is not None and module.trainer.training
+        with self.ranks.reporting_errors() if trains else nullcontext():  # ranks wait at the step's first meeting
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def shrink(self, reason: str) -> bool:
-        """Halve the micro-batch of all ranks from the next batch on; return whether any rank could.
-
-        All ranks call it together.
-        """
+        """Halve the micro-batch of all ranks, which call it together; return whether any rank could."""
         return self._on_any(super().shrink(reason))
 
     @override
     def grow(self, reason: str) -> bool:
-        """Undo one halving by `shrink` on all ranks; return whether there was one on any.
-
-        All ranks call it together.
-        """
+        """Undo one halving by `shrink` on all ranks, which call it together; return whether there was one on any."""
         return self._on_any(super().grow(reason))
 
     def _on_any(self, mine: bool) -> bool:
@@ -250,20 +222,29 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._refuse_apart("all_gather")
+        _refuse_apart(self._ranks, "all_gather", recover=self.policy.options.recover)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        self._refuse_apart("reduce")
+        _refuse_apart(self._ranks, "reduce", recover=self.policy.options.recover)
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
-    def _refuse_apart(self, what: str) -> None:
-        if self._ranks is not None and self._ranks.are_apart and self.policy.options.recover:
-            raise RunError(
-                f"training_step asks for {what} over all ranks, which waits for ranks that may have run out of memory in theirs. Do it in "
-                'on_train_batch_end, or set recover=False with whole batches, or use strategy="ddp".'
-            )
+
+def _check_start(start_method: str, timeout: timedelta) -> None:
+    if start_method not in ("popen", "spawn", "fork", "forkserver"):
+        raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
+    if not timeout > timedelta(0):
+        raise ConfigurationError(f"timeout={timeout} must be above 0.")
+
+
+def _refuse_apart(ranks: Ranks | None, what: str, *, recover: bool) -> None:
+    """Raise `RunError` if a step that a rank may repeat alone asks for a collective."""
+    if ranks is not None and ranks.are_apart and recover:
+        raise RunError(
+            f"training_step asks for {what} over all ranks, which waits for ranks that may have run out of memory in theirs. Do it in "
+            'on_train_batch_end, or set recover=False with whole batches, or use strategy="ddp".'
+        )
 
 
 def _refuse_collectives(module: L.LightningModule, *, is_synced: bool, recover: bool) -> None:

@@ -35,16 +35,16 @@ class RunInterface(Strategy):
             recomputed="" if recomputation.policy is None else str(recomputation.policy),
             optimizer_kernel=applied.optimizer_kernel,
             loss_chunk=applied.loss_chunk,
-            prediction=None if first is None else first.prediction,
-            predicted_peak_bytes=None if first is None else first.predicted_peak_bytes,
-            alternatives=() if first is None else first.alternatives,
+            prediction=None if first is None else first.memory.prediction,
+            predicted_peak_bytes=None if first is None else first.memory.peak_bytes,
+            alternatives=() if first is None else first.planning.alternatives,
             precision=plugin_precision(self.precision_plugin),
             budget_bytes=watch.budget.bytes,
             reasons={
                 "budget": watch.budget.reason,
                 "micro_batch_size": policy.sizing.reason,
                 "recompute": recomputation.reason,
-                "prediction": "not asked for" if first is None else first.reason,
+                "prediction": "not asked for" if first is None else first.planning.reason,
                 **({} if first is None else first.reasons),
                 **applied.reasons,
                 "precision": choice.reason if choice is not None else "Lightning's default",
@@ -106,7 +106,9 @@ class RunInterface(Strategy):
         """
         if self.policy.kept.is_refused:
             return 0
-        return None if self.first_step is None or not self.policy.options.recover else self.first_step.spare_bytes
+        return (
+            None if self.first_step is None or not self.policy.options.recover else self.first_step.memory.spare_bytes
+        )
 
     def feel_pressure(self, pressed: bool) -> None:
         """Record whether the system warns that memory is short. Caches are then cleared earlier."""

@@ -9,10 +9,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.options import MemoryOptions
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.strategies.base import UnifiedBase
+from lightning_unified.strategies.base import UnifiedBase, options_among
 
 __all__ = ["UnifiedStrategy"]
 
@@ -97,23 +96,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         simulate: str | None = None,
     ) -> None:
         self._devices: list[torch.device] | None = None
-        options = MemoryOptions(
-            budget=budget,
-            micro_batch_size=micro_batch_size,
-            recompute=recompute,
-            precision=precision,
-            optimizer_kernel=optimizer_kernel,
-            predict=predict,
-            recover=recover,
-            optimizer_rollback=optimizer_rollback,
-            micro_batches=micro_batches,
-            batch_norm=batch_norm,
-            check_split=check_split,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
-            window_mean=window_mean,
-            remember=remember,
-            simulate=simulate,
-        )
+        options = options_among(locals())
         machine = None if simulate is None else SimulatedMachine(simulate, environ=os.environ)
         self._use(MemoryPolicy(options, BudgetWatch(budget, machine)))
         super().__init__(device="cpu")

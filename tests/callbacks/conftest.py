@@ -1,4 +1,4 @@
-"""What the tests of callbacks share: a small exact run, and a machine whose memory readings are made up."""
+"""Fixtures for tests of callbacks: a small exact run, and made-up memory readings."""
 
 import importlib
 import logging
@@ -11,7 +11,7 @@ from lightning_unified.hardware.reading import Figure, Reading
 @pytest.fixture(scope="session")
 def small_run():
     """The module `small_run.py`, which is also a script."""
-    return importlib.import_module("tests.support.small_run")
+    return importlib.import_module("tests.support.runs.small")
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The callback off CUDA, and with replays that Python stands in for; tests/callbacks/test_cuda_graphs_gpu.py has the rest."""
+"""The callback without CUDA, and with Python in place of replays.
+
+tests/callbacks/test_cuda_graphs_gpu.py has the other tests.
+"""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Runs with parts recorded train as they do without, cut or whole, and through memory that runs out."""
+"""Runs with recorded modules train like runs without.
+
+Batches are split or whole, and memory may run out.
+"""
 
 import copy
 import gc
@@ -11,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import CudaGraphs, UnifiedStrategy
-from lightning_unified.nn.cuda_graphs.graphs import _SETTLED as SETTLED
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = SETTLED + 6
@@ -104,7 +107,7 @@ def test_it_works_under_lightnings_own_strategy_too():
 
 
 class Shortage(L.Callback):
-    """Leaves the step that would record no more memory than three quarters of what its activations take."""
+    """Leaves the recording step at most three quarters of its activations' memory."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,4 +1,7 @@
-"""On a CUDA device: nothing waits for it, and its random stream goes on after a resume. Run with `-m gpu`."""
+"""On a CUDA device: no callback waits for it, and a resume continues its random stream.
+
+Run with `-m gpu`.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,10 @@ pytestmark = [
 
 
 def test_monitor_and_gradient_health_do_not_wait_for_the_device(small_run, tmp_path):
-    """CUDA raises wherever the host waits for it, in the hooks of both callbacks, between two readings."""
+    """CUDA raises where the host waits for it.
+
+    This covers the hooks of both callbacks, between two readings.
+    """
     monitor, health = MemoryMonitor(every_n_batches=1), GradientHealth()
     module, trainer = small_run.build(tmp_path, accelerator="gpu", devices=1)
     module.cuda()

@@ -1,4 +1,7 @@
-"""Bad gradients are counted by step, named by parameter, and end the run after too many in a row."""
+"""Bad gradients are counted by step and named by parameter.
+
+Too many in a row end the run.
+"""
 
 import math
 
@@ -16,7 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Spoilt(LightningModule):
-    """One of two gradient elements of `b.weight` is `values[step]` where there is one; the weights stay good."""
+    """One of two gradient elements of `b.weight` is `values[step]`, if listed.
+
+    The weights stay finite.
+    """
 
     def __init__(self, values):
         super().__init__()

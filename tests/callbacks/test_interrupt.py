@@ -1,9 +1,10 @@
-"""A run asked to stop saves and ends well; asked twice, it ends at once. Real signals, in processes of their own."""
+"""One signal saves and ends a run; a second one ends it at once.
+
+The signals are real and have processes of their own.
+"""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,15 +13,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SCRIPT = Path(__file__).parents[1] / "support" / "small_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "runs" / "small.py"
 
 
 def run_script(folder, *arguments):
-    command = [sys.executable, str(SCRIPT), str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_program(SCRIPT, folder, *arguments)
 
 
 def kill(number=signal.SIGTERM):
@@ -246,7 +247,10 @@ def test_outside_the_main_thread_it_says_so_and_does_nothing(small_run, tmp_path
 
 
 def test_a_signal_on_another_process_stops_this_one_after_the_same_step(small_run, tmp_path, monkeypatch):
-    """Two processes are stood for by a strategy that reduces with a neighbour that has SIGTERM since step 4."""
+    """A strategy stands for two processes.
+
+    It reduces with a neighbour that has received SIGTERM by step 4.
+    """
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     class Neighboured(SingleDeviceStrategy):

@@ -1,4 +1,7 @@
-"""What the callbacks ask of Lightning's loop is what Lightning then does: pinned, for the answers are not public."""
+"""Pins the private state of Lightning's loop that the callbacks read.
+
+Lightning then behaves as this state says.
+"""
 
 import pytest
 from lightning.pytorch.callbacks import Callback

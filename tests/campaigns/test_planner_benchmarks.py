@@ -1,4 +1,4 @@
-"""The benchmarks of the planner: which cells there are, what becomes of those that fail, how a row is judged, and that every module trains."""
+"""The planner's benchmarks: cells, failed cells, judged rows, and training modules."""
 
 import json
 import math
@@ -148,7 +148,10 @@ def test_a_cell_with_an_error_is_in_the_tables():
 
 
 def outcome(*, fits_up_to, planned, rows=96):
-    """Return the row that comes of a plan, where micro-batches fit up to a size; and which sizes were tried."""
+    """Return the row of a plan, and the sizes that were tried.
+
+    Micro-batches fit up to a given size.
+    """
     tried = []
     finished = []
     lacks, add = (lambda self, key, again: True), (lambda self, one: finished.append(one))

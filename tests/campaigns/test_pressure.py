@@ -1,4 +1,7 @@
-"""One run of the pressure campaign: a real hog takes the memory, the run gives way and learns what an undisturbed one does."""
+"""One run of the pressure campaign, with a real process that takes the memory.
+
+The run gives way and learns the same as an undisturbed one.
+"""
 
 import json
 import subprocess

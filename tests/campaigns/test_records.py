@@ -1,4 +1,4 @@
-"""The records of the campaigns say that nothing was lost, and the page about them says what the records say."""
+"""The campaigns' records show no loss, and their page states the records' figures."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,10 @@ def record(name):
 
 
 def table(first):
-    """Return the page's table whose first column is headed `first`: rows by name, cells by heading."""
+    """Return the page's table whose first column is headed `first`.
+
+    Rows are found by name, cells by heading.
+    """
     lines = PAGE[PAGE.index(f"| {first} | runs |") :].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
@@ -22,19 +25,19 @@ def table(first):
 
 def test_the_page_tells_of_the_faults_what_the_record_says():
     totals = record("fault_campaign")["totals"]
-    told = table("fault")
+    stated = table("fault")
 
-    assert list(told) == list(totals)
-    for kind, cells in told.items():
+    assert list(stated) == list(totals)
+    for kind, cells in stated.items():
         assert cells == {name: cell(totals[kind][name]) for name in cells}, kind
 
 
 def test_the_page_tells_of_the_pressure_what_the_record_says():
     seconds = record("pressure_campaign")["totals"]["seconds"]
-    told = table("seconds")
+    stated = table("seconds")
 
-    assert list(told) == list(seconds)
-    for what, cells in told.items():
+    assert list(stated) == list(seconds)
+    for what, cells in stated.items():
         assert cells == {name: cell(seconds[what][name]) for name in cells}, what
 
 

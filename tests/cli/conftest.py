@@ -1,4 +1,4 @@
-"""Commands run inside the test's process, in a folder of their own, and small enough for that."""
+"""Commands that run inside the test's process, small and in a folder of their own."""
 
 import sys
 from pathlib import Path

@@ -64,7 +64,7 @@ MISTAKES = {
     "an unknown source": (["data.source=pydok"], r"data\.source='pydok'; it must be one of .*did you mean pydoc\?"),
     "an unknown preset": (
         ["model.preset=gearhead-35m"],
-        r"there is no preset 'gearhead-35m'.*did you mean gearhead-34m\?",
+        r"preset='gearhead-35m' is not offered; did you mean gearhead-34m\?",
     ),
     "text where a number belongs": (["model.learning_rate=fast"], r"model\.learning_rate=fast: it must be a number"),
     "files that are not there": (["data=files", "data.path=nowhere.jsonl"], r"nowhere\.jsonl"),

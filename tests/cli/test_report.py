@@ -1,4 +1,4 @@
-"""The command `report`: what it reads of run directories in any state, and the page it makes of them."""
+"""The command `report`: run directories in any state, and the page made from them."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from lightning_unified.cli.main import main
 from lightning_unified.cli.report.command import main as report
 from lightning_unified.cli.report.html.page import page
 from lightning_unified.cli.report.html.scale import amount, labels, ticks
-from lightning_unified.cli.report.run_directory.curves import read_curves
 from lightning_unified.cli.report.run_directory.find import find_runs, names_of
 from lightning_unified.cli.report.run_directory.read import read_run
+from lightning_unified.cli.run.metrics import read_curves
 from lightning_unified.errors import ConfigurationError
 
 GIB, MIB = 2**30, 2**20

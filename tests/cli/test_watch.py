@@ -1,4 +1,4 @@
-"""The command `watch` as it is called: once, live, logged, stopped, and beside a run that trains."""
+"""The command `watch`: once, live, logged, stopped, and beside a training run."""
 
 import json
 import os

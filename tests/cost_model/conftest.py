@@ -25,7 +25,7 @@ class Step:
 
 
 def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", quadratic=True, scale=64):
-    """Return a step of `blocks` blocks with attention that is materialised, in steady state, cut into `parts`."""
+    """Return a step of `blocks` blocks with attention that is materialised, in steady state, split into `parts`."""
     step, unit = Step(), width * scale
     step.work("", "setup")
     weights = [step.take(unit * width, "weights") for _ in range(blocks)]

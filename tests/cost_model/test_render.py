@@ -6,11 +6,10 @@ import re
 import pytest
 from rich.console import Console
 
-from lightning_unified.cost_model.generation.formula import Generation
-from lightning_unified.cost_model.generation.networks import Generated
+from lightning_unified.cost_model.generation import Generated, Generation
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.render import MachinePlan, does_fit, to_markdown, to_png, to_terminal
+from lightning_unified.cost_model.render import MachinePlan, does_fit, sheet_of, to_markdown, to_png, to_terminal
 from lightning_unified.cost_model.render.facts import format_seconds, format_share
 from lightning_unified.cost_model.render.tables import categories_table, generation_table, instants_table
 from lightning_unified.cost_model.search import Candidate
@@ -60,7 +59,7 @@ def weighed(rows, *, reserved=5 * GIB, seconds=0.5, fits=True, **changes):
 
 def text_of(planned, width=140, **options):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(to_terminal(planned, **options))
+    console.print(to_terminal(sheet_of(planned, **options)))
     return console.export_text()
 
 
@@ -71,11 +70,11 @@ def line_of(text, start):
 def test_each_choice_stands_with_its_reason():
     text = text_of(plan(reasons={"micro_batch_size": "8 rows need 9 GiB", "cap": "no cap"}, prediction=prediction()))
 
-    assert re.search(r"micro-batch +4 rows at a time, 8 times a batch +8 rows need 9 GiB", text)
+    assert re.search(r"micro-batch +8 micro-batches of up to 4 rows +8 rows need 9 GiB", text)
     assert re.search(r"cap +no cap", text)
 
 
-def test_the_peak_is_told_with_its_share_of_the_budget_and_its_place():
+def test_the_peak_is_shown_with_its_share_of_the_budget_and_its_place():
     text = text_of(plan(prediction=prediction()))
 
     assert "4.00 GiB of tensors; 5.00 GiB with the allocator's rounding and caches, 62 % of the budget" in text
@@ -110,10 +109,10 @@ def test_a_validation_step_stands_between_what_is_taken_and_the_budget():
     assert table.bars.spans[-3:] == ((0, 0.5), (0, 1.0), (0, 0.8))
 
 
-def test_a_generation_is_told_by_what_it_is_for_and_whether_it_fits():
+def test_a_generation_is_shown_by_what_it_is_for_and_whether_it_fits():
     taken = Generation(weights=4 * GIB, cache=2 * GIB, logits=GIB, prompt=GIB // 2)
     found = Generated(rows=8, prompt=100, new=28, bytes=taken, network="Net", grows=True)
-    text = to_markdown(prediction(), more=[generation_table(found, budget_bytes=6 * GIB)])
+    text = to_markdown(sheet_of(prediction(), more=[generation_table(found, budget_bytes=6 * GIB)]))
 
     assert "Generation by Net: 8 rows of 100 + 28 tokens" in text
     assert "keys and values, with the copy of a growing cache | 2.00 GiB | 29 % |" in text
@@ -205,7 +204,7 @@ def test_brackets_in_names_of_places_are_shown_as_they_are():
 
 
 def test_markdown_has_a_head_a_list_and_a_table_for_each_part():
-    page = to_markdown(plan(prediction=prediction(), alternatives=(weighed(2),)), title="Net on m2-16gb")
+    page = to_markdown(sheet_of(plan(prediction=prediction(), alternatives=(weighed(2),)), title="Net on m2-16gb"))
     heads = [line for line in page.splitlines() if line.startswith("#")]
 
     assert heads == [
@@ -219,7 +218,7 @@ def test_markdown_has_a_head_a_list_and_a_table_for_each_part():
 
 def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_head():
     instants = (("a|b _c_ <d>", GIB),)
-    page = to_markdown(plan(prediction=prediction(instants=instants), alternatives=(weighed(2), weighed(4))))
+    page = to_markdown(sheet_of(plan(prediction=prediction(instants=instants), alternatives=(weighed(2), weighed(4)))))
     tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
 
     assert len(tables) == 3
@@ -229,7 +228,7 @@ def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_head():
 
 
 def test_notes_of_the_prediction_end_the_page():
-    assert to_markdown(prediction(notes=("attention keeps its scores",))).endswith(
+    assert to_markdown(sheet_of(prediction(notes=("attention keeps its scores",)))).endswith(
         "## Notes\n\n- attention keeps its scores\n"
     )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.rates import Alignment
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.search import Option, search, what_would_fit
@@ -42,7 +42,7 @@ def test_options_that_the_whole_batch_outdoes_are_not_traced():
     assert slower.traces.asked == []
 
 
-def test_an_option_that_would_be_slower_even_at_once_is_not_cut():
+def test_an_option_that_would_be_slower_even_whole_is_not_split():
     slower = recomputing(9, per_row=60)
     choice = find([recomputing(0), slower], 1000 + 100 * 8)
 
@@ -110,7 +110,7 @@ def test_rows_that_stay_together_are_not_parted():
     assert (choice.best.micro_batch_size, choice.best.parts) == (4, 4)
 
 
-def test_a_batch_that_cannot_be_cut_is_planned_whole_or_not_at_all():
+def test_a_batch_that_cannot_be_split_is_planned_whole_or_not_at_all():
     options = [recomputing(0), recomputing(1, per_row=20)]
 
     assert find(options, 1000 + 100 * 8, unit=16).best.recompute == "all"
@@ -118,7 +118,7 @@ def test_a_batch_that_cannot_be_cut_is_planned_whole_or_not_at_all():
 
 
 def test_the_largest_micro_batch_that_the_user_allows_is_not_exceeded():
-    assert find([recomputing(0)], 10**9, most=5).best.micro_batch_size == 4
+    assert find([recomputing(0)], 10**9, micro_batch_size=5).best.micro_batch_size == 4
 
 
 def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
@@ -127,17 +127,17 @@ def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
     assert choice.best is None
     assert [need for _, need in what_would_fit(choice)] == [1020, 1100]
     assert choice.reason == (
-        "no plan fits into 900 B: 16 parts of 1 row, recomputed: all, 32-true needs 1020 B; "
-        "16 parts of 1 row, nothing recomputed, 32-true needs 1.07 KiB"
+        "no plan fits into 900 B: 16 micro-batches of 1 row, activation checkpointing: all, 32-true needs 1020 B; "
+        "16 micro-batches of 1 row, no activation checkpointing, 32-true needs 1.07 KiB"
     )
 
 
 def test_the_reason_names_the_plan_its_rival_and_what_did_not_fit():
     reason = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8).reason
 
-    assert reason.startswith("2 parts of up to 8 rows, nothing recomputed, 32-true: ")
-    assert "; next, the whole batch of 16 rows at once, recomputed: all, 32-true: " in reason
-    assert reason.endswith("; the whole batch at once, recomputed: none, would take 2.54 KiB or more")
+    assert reason.startswith("2 micro-batches of up to 8 rows, no activation checkpointing, 32-true: ")
+    assert "; next, the whole batch of 16 rows at once, activation checkpointing: all, 32-true: " in reason
+    assert reason.endswith("; the whole batch at once, activation checkpointing: none, would take 2.54 KiB or more")
 
 
 def test_without_options_there_is_no_search():
@@ -231,7 +231,7 @@ def test_a_larger_budget_never_gives_a_slower_plan(options, rows, unit, budgets,
 
 @settings(deadline=None, max_examples=100)
 @given(option=made_options, rows=st.integers(1, 70), budget=st.integers(1, 10**7))
-def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
+def test_no_split_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
     found = [
         split_seconds(lambda rows, parts: option.traces.at(rows, parts=parts), split, rates())
         for split in even_splits(rows)

@@ -1,4 +1,7 @@
-"""Sources: each has documents in groups; packages are read without being imported and named when they are missing."""
+"""Sources of documents, in groups.
+
+Packages are read without import, and named when they are missing.
+"""
 
 import importlib.metadata
 import sys

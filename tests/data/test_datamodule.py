@@ -1,4 +1,7 @@
-"""TextData: from arguments to batches, the same every time; what makes no sense is refused before anything is read."""
+"""TextData: from arguments to batches, the same every time.
+
+Invalid arguments are refused before any file is read.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A user's own files: what is read, how it is grouped, and that each mistake is named with file and line."""
+"""A user's own files: content, grouping, and each mistake by file and line."""
 
 import json
 

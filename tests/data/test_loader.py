@@ -1,4 +1,7 @@
-"""The order of batches is a function of (seed, epoch); the loader goes back to any place in it, with and without workers."""
+"""The order of batches is a function of (seed, epoch).
+
+The loader returns to any place in it, with and without workers.
+"""
 
 import random
 
@@ -74,11 +77,11 @@ def test_the_order_depends_on_seed_and_epoch_only():
 
 
 def test_finished_epochs_follow_each_other_without_being_told():
-    running, told = loader(), loader()
+    running, moved = loader(), loader()
     list(running)
-    told.set_epoch(1)
+    moved.set_epoch(1)
 
-    assert contents(running) == contents(told)
+    assert contents(running) == contents(moved)
 
 
 def test_an_epoch_broken_off_begins_anew():

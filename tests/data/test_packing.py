@@ -1,4 +1,7 @@
-"""Rows: every token scored once, labels unshifted, codes and questions where they belong, padding where nothing is."""
+"""Rows: each token scored once, labels unshifted.
+
+Codes and questions are in their places; the rest is padding.
+"""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A run of Lightning's that is resumed sees the batches that were left, in their order, whenever it was saved."""
+"""A resumed Lightning run sees the remaining batches in order, whenever it was saved."""
 
 import warnings
 

@@ -1,4 +1,7 @@
-"""Training and validation have no group and no line in common, whatever the order the documents come in."""
+"""Training and validation share no group and no line.
+
+The order of the documents does not matter.
+"""
 
 import random
 from dataclasses import replace

@@ -16,7 +16,10 @@ def gib(count):
 
 
 class Recorder:
-    """Remembers calls that change something, and the environment at the moment Metal's allocator was constructed."""
+    """Records calls that change something.
+
+    It also records the environment when Metal's allocator was constructed.
+    """
 
     def __init__(self):
         self.calls, self.metal_saw, self.environ = [], None, {}
@@ -137,7 +140,10 @@ def xpu_torch(*, name, total, integrated, free=None):
 def linux(
     folder: Path, torch, *, ram, available, free=None, files=None, cores=8, cpu="Test CPU", flags="sse2", **parts
 ):
-    """Sources of a Linux host; `files` are further files of procfs and sysfs by their path below `folder`."""
+    """Sources of a Linux host.
+
+    `files` are further files of procfs and sysfs by their path below `folder`.
+    """
     free = available if free is None else free
     kib = {"MemTotal": ram, "MemFree": free, "MemAvailable": available}
     content = {

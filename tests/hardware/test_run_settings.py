@@ -105,7 +105,7 @@ def test_without_loader_processes_what_needs_them_goes(machine):
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("rtx4090", "foreach"), ("m4_pro", "forloop")])
-@pytest.mark.parametrize("precision", ["16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_fp16_goes_without_fused_kernels(machine, name, kernel, precision):
     """Lightning refuses gradient clipping beside a fused optimizer with a scaler."""
     assert resolve(machine(name), precision=precision).optimizer_kernel == kernel

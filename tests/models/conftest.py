@@ -23,7 +23,10 @@ def build():
 
 @pytest.fixture
 def batch():
-    """Return a ragged batch of 5 rows: pads, two scored parts, codes, one question a row but the last."""
+    """Return a ragged batch of 5 rows.
+
+    It has padding, two scored spans, codes, and one question a row but the last.
+    """
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(9, 300, (5, 12), generator=generator)
     labels, codes = ids.clone(), torch.zeros_like(ids)

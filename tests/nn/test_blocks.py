@@ -1,4 +1,4 @@
-"""Which blocks a module is made of: as it declares them, or as its lists of equal layers show them."""
+"""A module's blocks: as declared, or from its lists of equal layers."""
 
 import pytest
 import torch

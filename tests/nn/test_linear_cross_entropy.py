@@ -24,7 +24,7 @@ def _plain(hidden, weight, bias, labels, reduction):
 
 @pytest.fixture(params=["torch's, large weight", "torch's, small weight", "own"])
 def path(request, monkeypatch):
-    """All ways of computing: torch's operator where it exists, and the function for torch without it."""
+    """All implementations: torch's operator if it exists, and the function for other versions."""
     if request.param == "own":
         monkeypatch.setattr(subject, "_torch_does_it", lambda hidden: False)
     if request.param == "torch's, large weight":

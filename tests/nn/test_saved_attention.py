@@ -1,4 +1,7 @@
-"""Attention's outputs kept between the two runs of a block: every bit as without, and the kernel runs once."""
+"""Attention outputs are saved between the two runs of a block.
+
+Every bit is as without, and the kernel runs once.
+"""
 
 import copy
 import gc
@@ -49,7 +52,10 @@ def _noisy_is_a_kernel(monkeypatch):
 
 
 class Block(nn.Module):
-    """Attention between layers with dropout; writes a buffer; draws from Python's generator too."""
+    """Attention between layers with dropout.
+
+    It writes a buffer and draws from Python's generator too.
+    """
 
     def __init__(self, attention="kernel"):
         super().__init__()

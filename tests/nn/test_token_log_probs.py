@@ -1,4 +1,7 @@
-"""Log-probabilities in chunks: the same as from all logits, backwards too, and never all of them at once."""
+"""Log-probabilities in chunks equal those from all logits, gradients too.
+
+The logits never exist at once.
+"""
 
 import pytest
 import torch
@@ -73,7 +76,10 @@ def test_autocast_decides_the_products():
 
 
 def test_all_logits_are_never_there_at_once():
-    """Counted in the forward and backward pass alike: nothing larger than a chunk of logits, the weight and the hidden states."""
+    """The largest tensors are a chunk of logits, the weight and the hidden states.
+
+    Forward and backward pass are counted alike.
+    """
     hidden, weight, tokens, _ = _operands(torch.float32, rows=96, width=8, vocabulary=128)
     largest = []
 

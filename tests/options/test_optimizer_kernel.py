@@ -1,4 +1,7 @@
-"""The optimizer's kernel as a memory option, without a Trainer: the same learning to rounding, and everything undone."""
+"""The optimizer's kernel as a memory option, without a Trainer.
+
+Training is the same to rounding, and everything is undone.
+"""
 
 import copy
 import gc
@@ -92,7 +95,7 @@ def test_an_optimizer_is_as_it_was_built_once_it_is_undone(options):
     assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_post_hooks
 
 
-def test_a_gradient_scaler_is_told_whether_the_optimizer_unscales():
+def test_a_gradient_scaler_is_informed_whether_the_optimizer_unscales():
     optimizer = AdamW(deep().parameters())
     change = set_kernel(optimizer, "fused")
     assert optimizer._step_supports_amp_scaling

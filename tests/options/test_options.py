@@ -1,4 +1,7 @@
-"""Recomputed blocks and chunks of a loss as memory options, without a Trainer: the same learning, and everything undone."""
+"""Recomputed blocks and loss chunks as memory options, without a Trainer.
+
+Training is the same, and everything is undone.
+"""
 
 import copy
 
@@ -106,7 +109,7 @@ def test_more_blocks_than_there_are_is_all():
     assert (memory_option.policy, memory_option.how) == (ALL, "4 blocks of layers (Block), detected")
 
 
-def test_some_blocks_are_told_as_some():
+def test_some_blocks_are_shown_as_some():
     assert CheckpointedBlocks(deep(), RecomputePolicy(blocks=2, keep_attention=True)).how == (
         "the first 2 of 4 blocks of layers (Block), detected, attention kept"
     )

@@ -138,7 +138,7 @@ def test_the_plan_is(name):
 )
 def test_a_budget_that_no_plan_fits_is_refused_with_what_would_fit(given):
     with pytest.raises(
-        BudgetError, match=r"(?s)MiB of the budget are left for the step of Net.*5\.00 MiB: 8 parts of 1 row"
+        BudgetError, match=r"(?s)MiB of the budget are left for the step of Net.*5\.00 MiB: 8 micro-batches of 1 row"
     ):
         decide(given)
 

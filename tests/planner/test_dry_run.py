@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Give, Take, Work
 from lightning_unified.errors import DryRunError
-from lightning_unified.planner.dry_run import trace_step, trace_validation
-from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 from tests.support.lanes import slow
-from tests.support.live_bytes import Loader, live_peak, peak_of
+from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
+from tests.support.runs.live_bytes import Loader, live_peak, peak_of
 
 ROWS = 8
 GENERATOR = 5056  # bytes of torch's random state, which a real step notes outside of anything that is dispatched
@@ -220,7 +219,7 @@ def test_averaged_weights_of_a_callback_are_counted(tmp_path):
 
 def test_validation_in_a_fit_finds_optimizer_state_there_and_no_gradients():
     module = Perceptron()
-    trace = trace_validation(module, module.batch(4), rows=64)
+    trace = trace_step(module, module.batch(4), rows=64, accumulate=1, validates=True)
     assert setup_bytes(trace, "gradients") == 0
     assert setup_bytes(trace, "optimizer state") >= 2 * parameter_bytes(module)
     assert {event.phase for event in trace.events if isinstance(event, Work)} >= {"setup", "batch", "validation"}

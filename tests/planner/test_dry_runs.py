@@ -1,4 +1,4 @@
-"""Steps of further sizes, followed on the fake copy of the first, are those that dry runs of their own tell."""
+"""Further sizes traced on the first fake copy equal separate dry runs."""
 
 from collections import Counter
 from functools import partial
@@ -12,16 +12,19 @@ from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.trace.trace import Give, Take
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.dry_run import DryRuns, trace_step
+from lightning_unified.planner.dry_run import DryRuns, StepSpec
 from lightning_unified.planner.fake import mode as fake
-from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 from tests.support.lanes import slow, some
+from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 
 SIZES = ((8, 1), (2, 2), (4, 2))
 
 
 class Switched(Transformer):
-    """Recomputes by an attribute of its own, and names its blocks for whoever wants some of them."""
+    """Recomputes by an attribute of its own.
+
+    It names its blocks, so that some of them can be chosen.
+    """
 
     recompute = False
 
@@ -34,7 +37,7 @@ class Switched(Transformer):
         return list(self.blocks)
 
 
-def told(trace):
+def numbered(trace):
     """The trace, its storages numbered as they come."""
     numbers, events = {}, []
     for event in trace.events:
@@ -48,8 +51,8 @@ def told(trace):
 
 def followed(module, batch, **setting):
     """Traces of all sizes, and how many of them were followed on the fake copy of the one before."""
-    setting = {"backend": "cpu", "trainer": None, "precision": "32-true"} | setting
-    dry_runs, traces, shared = DryRuns(module, batch, **setting), [], 0
+    recompute = setting.pop("recompute", None)
+    dry_runs, traces, shared = DryRuns(StepSpec(module=module, batch=batch, **setting), recompute=recompute), [], 0
     for rows, parts in SIZES:
         before = dry_runs._last
         traces.append(dry_runs.step(rows, parts))
@@ -66,8 +69,9 @@ BOTH = ((8, 1), (4, 2))
 @pytest.mark.parametrize(("kind", "sizes"), [slow(Transformer, BOTH), slow(Switched, BOTH), (Switched, BOTH[1:])])
 def test_steps_with_other_recomputed_blocks_are_traced_on_the_same_fake_copy(kind, sizes):
     module, batch, fake_copies = kind(), kind.batch(8), {}
-    setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
-    asked = [DryRuns(module, batch, recompute=policy, fake_copies=fake_copies, **setting) for policy in POLICIES]
+    setting = {"backend": "cuda", "precision": "bf16-mixed"}
+    step = StepSpec(module=module, batch=batch, **setting)
+    asked = [DryRuns(step, recompute=policy, fake_copies=fake_copies) for policy in POLICIES]
     traces = [dry_runs.step(rows, parts) for dry_runs in asked for rows, parts in sizes]
     alone = [
         trace_step(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
@@ -83,7 +87,7 @@ def summed_up(trace):
     """All of the trace but the order in which what is there before the step began to live."""
     takes = Counter((event.bytes, event.category) for event in trace.events if isinstance(event, Take))
     works = [event for event in trace.events if not isinstance(event, (Take, Give))]
-    return works, takes, peak(trace).bytes, reserved_bytes(trace), told(trace)[1:]
+    return works, takes, peak(trace).bytes, reserved_bytes(trace), numbered(trace)[1:]
 
 
 def by_themselves(module, batch, **setting):
@@ -103,7 +107,7 @@ def test_steps_on_one_fake_copy_are_those_of_dry_runs_of_their_own(kind, setting
     traces, shared = followed(module, batch, **setting)
 
     assert shared == 2
-    assert list(map(told, traces)) == list(map(told, by_themselves(module, batch, **setting)))
+    assert list(map(numbered, traces)) == list(map(numbered, by_themselves(module, batch, **setting)))
 
 
 def test_with_metrics_steps_on_one_fake_copy_take_what_those_of_their_own_take():
@@ -142,7 +146,7 @@ def test_where_a_step_finds_what_others_left_each_is_traced_by_itself(kind):
     traces, shared = followed(module, batch)
 
     assert shared == 0
-    assert list(map(told, traces)) == list(map(told, by_themselves(module, batch)))
+    assert list(map(numbered, traces)) == list(map(numbered, by_themselves(module, batch)))
 
 
 def test_a_step_that_counts_itself_finds_its_count_as_it_was():
@@ -161,7 +165,7 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
     traces, shared = followed(Alternates(), Transformer.batch(8))
 
     assert shared >= 1
-    assert list(map(told, traces)) == list(map(told, by_themselves(Alternates(), Transformer.batch(8))))
+    assert list(map(numbered, traces)) == list(map(numbered, by_themselves(Alternates(), Transformer.batch(8))))
 
 
 @pytest.mark.parametrize("kind", some([Convolutions, Transformer], Convolutions))
@@ -170,4 +174,4 @@ def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeyp
     quick = trace_step(kind(), kind.batch(4), **setting)
     monkeypatch.setattr(fake, "CachedFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
 
-    assert told(quick) == told(trace_step(kind(), kind.batch(4), **setting))
+    assert numbered(quick) == numbered(trace_step(kind(), kind.batch(4), **setting))

@@ -6,18 +6,17 @@ import torch
 
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 from lightning_unified.options import MemoryOptions
-from lightning_unified.planner.dry_run import trace_step
 from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.policy import MemoryPolicy
-from tests.support.dry_run_zoo import Perceptron
+from tests.support.modules.dry_run_zoo import Perceptron, trace_step
 
 
 def made(asked, rows, parts, second):
     asked.append((rows, parts, second))
-    told = rows + (parts - 1) * second
-    events = (Take(0, 8 * told, "batch"), Work("mm", "forward"), Take(1, 100 * rows, "activations"))
+    held = rows + (parts - 1) * second
+    events = (Take(0, 8 * held, "batch"), Work("mm", "forward"), Take(1, 100 * rows, "activations"))
     return Trace(events=events, rows=rows, parts=parts, backend="cpu")
 
 
@@ -54,7 +53,7 @@ def test_the_later_micro_batches_of_a_dry_run_can_be_smaller():
     assert batch_of(even) - batch_of(uneven) == 64 * 4 + 8  # one row and its label
 
 
-def test_what_a_check_of_the_cut_took_of_a_gpu_is_given_back_once():
+def test_what_a_check_of_the_split_took_of_a_gpu_is_given_back_once():
     class Watch:
         device, machine = torch.device("cuda"), None
         released = 0

@@ -7,8 +7,10 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import recompute_policies
 from lightning_unified.planner import step_traces
 from lightning_unified.planner.combinations import combinations_to_compare
-from lightning_unified.planner.planner import CountedMemory, Planner
-from tests.support.dry_run_zoo import Transformer
+from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import CountedMemory, StepTraces
+from tests.support.modules.dry_run_zoo import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 
@@ -36,11 +38,13 @@ def rates(*, launch, part=0.0):
 
 
 def chosen(*, share, only_best=True, layers=2, **costs):
-    """The best plan for so much of what the undivided batch takes, on a machine whose host needs so long an operation or a part."""
+    """The best plan for a share of the undivided batch's memory.
+
+    The machine's host needs a given time an operation or micro-batch.
+    """
     module = Transformer(layers=layers)
-    planner = Planner(
-        module, Transformer.batch(8), backend="cuda", rates=rates(**costs), counted=CountedMemory(workspaces=False)
-    )
+    step = StepSpec(module=module, batch=Transformer.batch(8), backend="cuda")
+    planner = Planner(StepTraces(step, counted=CountedMemory(workspaces=False)), rates=rates(**costs))
     combinations = combinations_to_compare("32-true", policies=recompute_policies(module))
     budget = int(share * planner.predict(combinations[0]).reserved_bytes)
     return planner.choose(combinations, budget_bytes=budget, rates=rates(**costs), only_best=only_best).best

@@ -1,4 +1,4 @@
-"""`lightning_unified.predict` and `.plan`: what a step needs, and the best way to run it, without running it."""
+"""`lightning_unified.predict` and `.plan`: a step's memory and plan, without a run."""
 
 import lightning as L
 import pytest
@@ -93,7 +93,7 @@ def test_without_an_optimizer_step_there_is_no_state(module, whole):
     assert whole.peak_bytes - without.peak_bytes >= 2 * sum(4 * one.numel() for one in module.parameters())
 
 
-def test_seconds_are_told_where_the_speed_is_known(module, whole):
+def test_seconds_are_given_where_the_speed_is_known(module, whole):
     assert whole.seconds is None
     assert lightning_unified.predict(module, BATCH, device="cuda", rates=RATES).seconds > 0
 
@@ -115,7 +115,7 @@ def test_a_smaller_budget_gives_a_plan_that_fits(tight, whole):
     assert tight.alternatives
 
 
-def test_what_fits_in_no_way_is_told_with_what_would(module):
+def test_what_fits_in_no_way_is_refused_with_what_would(module):
     plan = lightning_unified.plan(module, BATCH, budget="2MiB", device="cuda", rates=RATES)
 
     assert (plan.prediction, plan.micro_batch_size) == (None, None)
@@ -162,7 +162,7 @@ def test_a_plan_says_in_how_many_parts_a_larger_validation_batch_goes_through(mo
     assert plan.micro_batch_size == 16
     assert plan.prediction.validation.parts > 1
     assert plan.prediction.validation.reserved_bytes <= plan.budget_bytes
-    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} parts of up to ")
+    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} micro-batches of up to ")
 
 
 def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said(module, tmp_path, monkeypatch):

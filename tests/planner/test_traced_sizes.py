@@ -13,7 +13,10 @@ ROWS = 64
 
 
 def sizes_of(*, aligned):
-    """A step of 10 MiB and 1 MiB a row, whose operations are the same at every size, or not; and what was traced of it."""
+    """A step of 10 MiB and 1 MiB a row, with the sizes at which it was traced.
+
+    Its operations are the same at every size, or not.
+    """
     asked = []
 
     def trace_step(rows, parts, later_rows):

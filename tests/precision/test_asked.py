@@ -1,4 +1,7 @@
-"""Several sources of a precision, user plugins and scalers: kept or refused, never overridden."""
+"""Several sources of a precision, user plugins and scalers: kept or refused.
+
+None is overridden.
+"""
 
 import os
 import warnings
@@ -12,7 +15,7 @@ from lightning.pytorch.plugins import precision as stock
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import PrecisionError
 from lightning_unified.precision import MixedPrecision, PrecisionChoice, build_plugin, verify_plugin
-from tests.support.scaled_run import seen
+from tests.support.runs.scaled import seen
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning"),
@@ -100,7 +103,10 @@ def test_a_live_scaler_of_the_users_own_is_kept(trainer):
 
 
 def test_a_scaler_that_torch_disabled_for_want_of_cuda_is_refused(mac, trainer):
-    """What a script written for CUDA does on a Mac: `scale()` is the identity then, and float16 trains unscaled."""
+    """A script written for CUDA, on a Mac: `scale()` is the identity.
+
+    float16 would train unscaled.
+    """
     mac()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,7 +125,10 @@ def test_a_live_scaler_for_another_device_is_refused(mac, trainer):
 
 
 def test_a_scaler_that_torch_disables_is_an_error():
-    """On a machine without CUDA torch disables its scaler with one warning: training would go on unscaled."""
+    """Without CUDA torch disables its scaler with one warning.
+
+    Training would continue unscaled.
+    """
     with pytest.raises(PrecisionError, match="disabled gradient scaler"):
         build_plugin(FP16, device_type="cuda")
 

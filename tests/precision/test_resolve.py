@@ -1,4 +1,4 @@
-"""Resolution of Trainer flag and strategy precision, under Lightning 2.6.6 and under unified."""
+"""Resolution of Trainer flag and strategy precision, under Lightning 2.6.6 and unified."""
 
 import lightning as L
 import pytest
@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, PrecisionError
-from tests.support.scaled_run import seen
+from tests.support.runs.scaled import seen
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning"),
@@ -198,7 +198,7 @@ def test_fabric_has_the_fault_of_the_accelerator_object_as_well(mac):
     assert (plugin.device, plugin.scaler.is_enabled()) == ("cuda", False)
 
 
-def test_fabric_is_told_that_the_strategy_is_the_trainers(mac):
+def test_fabric_is_informed_that_the_strategy_is_the_trainers(mac):
     mac()
     with pytest.raises(ValueError, match=r"<UnifiedStrategy: for lightning.Trainer\(strategy=…\) only"):
         L.Fabric(strategy=UnifiedStrategy())

@@ -7,7 +7,7 @@ from lightning.pytorch.plugins import precision as stock
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.precision import MixedPrecision
-from tests.support.scaled_run import Scales, fit, fresh, live, weights
+from tests.support.runs.scaled import Scales, fit, fresh, live, weights
 
 
 class Stops(L.Callback):
@@ -72,14 +72,14 @@ def test_lightning_drops_the_scale_silently_if_the_plugin_class_is_renamed(tmp_p
 
 
 def test_from_fp16_to_bf16_the_run_goes_on_with_a_notice(tmp_path, monkeypatch):
-    told, file = [], saved_by("unified", tmp_path)
-    monkeypatch.setattr("lightning_unified.precision.mixed.rank_zero_info", told.append)
+    messages, file = [], saved_by("unified", tmp_path)
+    monkeypatch.setattr("lightning_unified.precision.mixed.rank_zero_info", messages.append)
     trainer = fit(fresh(), resume=file, precision="bf16-mixed")
 
     assert trainer.global_step == 12
     assert trainer.precision_plugin.scaler is None
-    assert len(told) == 1
-    assert "made in 16-mixed; bf16-mixed needs no gradient scaler" in told[0]
+    assert len(messages) == 1
+    assert "made in 16-mixed; bf16-mixed needs no gradient scaler" in messages[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -121,7 +121,10 @@ def test_a_checkpoint_that_lightning_wrote_before_2_0_is_not_warned_of(recwarn):
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint holds no gradient-scaler state")
 def test_an_open_window_goes_on_under_the_scale_of_the_new_precision(tmp_path, before, after, factor):
-    """Gradients wait in `.grad` multiplied by the scale; taken as they are, a step in bf16 would be 1024 times too far."""
+    """Gradients in `.grad` are multiplied by the scale.
+
+    A bf16 step that used them as they are would be 1024 times too far.
+    """
     window = {"accumulate_grad_batches": 3}
     file = stopped(tmp_path, batches=1, **window, **before)
     saved = torch.load(file)["lightning_unified.continuation"]["gradients"].values()

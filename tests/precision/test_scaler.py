@@ -11,7 +11,7 @@ from lightning_unified.errors import GradientError
 from lightning_unified.precision import MixedPrecision
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
-from tests.support.scaled_run import Scales, fit, fresh, live, weights
+from tests.support.runs.scaled import Scales, fit, fresh, live, weights
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -43,7 +43,9 @@ def test_micro_batches_under_a_scaler_make_the_gradients_of_the_whole(size):
 
 
 class RunsOut(L.Callback):
-    """Memory runs out once, in batch `batch`: in the backward pass, while gradients are unscaled, or in the optimizer's step.
+    """Memory runs out once, in batch `batch`.
+
+    It runs out in the backward pass, while gradients are unscaled, or in the optimizer's step.
 
     Where the scaler skips that step, it is the next one; `batch` then says which it was.
     """
@@ -82,7 +84,7 @@ class Halves(L.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if module.batches == self.batch:
-            trainer.strategy.sizes.limit = 2
+            trainer.strategy.sizes.max_micro_batch_size = 2
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,10 @@ def test_memory_that_runs_out_leaves_scale_tracker_and_weights_as_undisturbed(mo
 
 
 def test_what_a_fused_optimizer_was_handed_does_not_outlive_the_failed_step(monkeypatch):
-    """Without that the repeated step would divide its gradients by the scale twice, and skip what need not be skipped."""
+    """Without it the repeated step would divide its gradients by the scale twice.
+
+    It would also skip a step without need.
+    """
     module, failing = fresh(fused=True), RunsOut("optimizer step", 1, monkeypatch)
     left = []
 

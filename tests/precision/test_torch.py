@@ -86,7 +86,10 @@ def test_a_scaler_is_live_without_a_device_on_mps_and_not_on_cuda():
 
 @pytest.mark.parametrize(("fused", "reads"), [(False, 1), (True, 0)])
 def test_a_step_with_a_scaler_waits_for_one_number_from_the_device(monkeypatch, fused, reads):
-    """So bf16, which needs no scaler, is the one that never waits; a fused optimizer decides on the device."""
+    """bf16 needs no scaler and never waits.
+
+    A fused optimizer decides on the device.
+    """
     module, scaler = nn.Linear(3, 1), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(module.parameters(), 0.1, fused=fused)
     scaler.scale(module(torch.ones(2, 3)).sum()).backward()

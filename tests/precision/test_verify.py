@@ -1,4 +1,7 @@
-"""Rules R2 and R3 once module and optimizers are there: what would fail in the first step, or silently, is refused before it."""
+"""Rules R2 and R3 once module and optimizers exist.
+
+Errors of the first step, and silent ones, are refused before it.
+"""
 
 import types
 
@@ -131,7 +134,10 @@ def test_fp16_without_a_live_scaler_of_its_device_is_an_error():
 
 
 class Fits(BoringModel):
-    """One step with the optimizer that `optimizer` makes of the parameters; notes whether it was begun."""
+    """One step with the optimizer that `optimizer` makes of the parameters.
+
+    It records whether the step began.
+    """
 
     def __init__(self, optimizer):
         super().__init__()

@@ -1,1 +1,4 @@
-"""The recorded public surface: what users, scripts and configurations name, as one text file per subject."""
+"""The recorded public surface, one text file per subject.
+
+It has the names that users, scripts and configurations use.
+"""

@@ -1,4 +1,7 @@
-"""Record the public surface anew: `python -m tests.public_surface`; review the difference and describe it in CHANGELOG.md."""
+"""Record the public surface anew: `python -m tests.public_surface`.
+
+Review the difference and describe it in CHANGELOG.md.
+"""
 
 from tests.public_surface.subjects import SUBJECTS, record
 

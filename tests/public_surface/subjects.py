@@ -1,4 +1,4 @@
-"""Describe each part of the public surface as lines of text, and compare them with the recorded lines.
+"""Describe each part of the public surface as text and compare it with the record.
 
 Internal types and help texts are left out: only names, defaults and choices that a user can write or read are frozen.
 """
@@ -42,7 +42,10 @@ SMALL_RUN = (
 
 
 def python_lines() -> list[str]:
-    """Return the public names of each public module; arguments and properties stand below a name where it occurs first."""
+    """Return the public names of each public module.
+
+    Arguments and properties are listed where a name occurs first.
+    """
     lines: list[str] = []
     described: set[int] = set()
     for module_name in PUBLIC_MODULES:
@@ -58,7 +61,10 @@ def python_lines() -> list[str]:
 
 
 def _members(value: object) -> Iterator[str]:
-    """Yield the arguments of a class or function, then the properties that our classes add to Lightning's."""
+    """Yield the arguments of a class or function, then the properties of our classes.
+
+    Only properties that our classes add to Lightning's are listed.
+    """
     for parameter in inspect.signature(value).parameters.values():  # pyright: ignore[reportArgumentType]
         if parameter.name != "self":
             yield f"({_argument(parameter)})"
@@ -81,7 +87,10 @@ def _argument(parameter: inspect.Parameter) -> str:
 
 
 def _default(value: object) -> str:
-    """Return a default as text that is the same on every machine: an object is named by its type."""
+    """Return a default as text that is the same on every machine.
+
+    An object is named by its type.
+    """
     if value is None or isinstance(value, (str, int, float, tuple, list, dict, timedelta)):
         return repr(value)
     name = getattr(value, "__name__", type(value).__name__)
@@ -92,7 +101,10 @@ def _default(value: object) -> str:
 
 
 class _Parsing(BaseException):
-    """Raised in place of parsing, so that no command runs; a BaseException, because commands report every Exception."""
+    """Raised in place of parsing, so that no command runs.
+
+    A BaseException, because commands report every Exception.
+    """
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__()
@@ -100,7 +112,7 @@ class _Parsing(BaseException):
 
 
 def command_lines() -> list[str]:
-    """Return each command with its flags; the parsers are those that the commands themselves build."""
+    """Return each command with its flags, from the commands' own parsers."""
     from lightning_unified.cli.main import main
 
     lines = []
@@ -165,7 +177,10 @@ def _flag(action: argparse.Action) -> str:
 
 
 def configuration_lines() -> list[str]:
-    """Return the keys of conf/, choices that write the same keys together; `defaults` and `_target_` are left out."""
+    """Return the keys of conf/, except `defaults` and `_target_`.
+
+    Choices that write the same keys are listed together.
+    """
     conf = ROOT / "conf"
     together: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for path in sorted(conf.rglob("*.yaml")):
@@ -179,13 +194,16 @@ def configuration_lines() -> list[str]:
 
 
 def _group_and_choice(conf: Path, path: Path) -> tuple[str, str]:
-    """Return the group and the choice of a file: `model/wordle/qwen.yaml` is the choice `wordle/qwen` of `model`."""
+    """Return the group and the choice of a file.
+
+    `model/wordle/qwen.yaml` is the choice `wordle/qwen` of `model`.
+    """
     *group, choice = path.relative_to(conf).with_suffix("").as_posix().split("/", 1)
     return "".join(group), choice
 
 
 def _keys_of_choice(conf: Path, path: Path) -> set[str]:
-    """Return the dotted keys of a file and of the files of its group that its `defaults` include."""
+    """Return the dotted keys of a file and of its `defaults` in the same group."""
     text = path.read_text(encoding="utf-8")
     content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
     folder = path.relative_to(conf).parent.as_posix()
@@ -213,7 +231,10 @@ def _dotted(node: dict) -> Iterator[str]:
 
 
 def key_lines(value: object, prefix: str = "") -> list[str]:
-    """Return the dotted keys of a JSON value in their order; `[]` stands for the entries of a list, taken together."""
+    """Return the dotted keys of a JSON value in their order.
+
+    `[]` stands for the entries of a list, taken together.
+    """
     if isinstance(value, dict) and value:
         return [line for key, inner in value.items() for line in key_lines(inner, f"{prefix}.{key}".lstrip("."))]
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -249,7 +270,7 @@ def summary_lines() -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A part of the public surface: the name of its recorded file, and the function that describes it now."""
+    """A part of the public surface: its recorded file and its describing function."""
 
     name: str
     describe: Callable[[], list[str]]
@@ -274,7 +295,10 @@ def recorded(name: str) -> list[str]:
 
 
 def check(name: str, found: list[str]) -> None:
-    """Raise `AssertionError` with the difference and the way to record anew if `found` are not the recorded lines."""
+    """Raise `AssertionError` if `found` differs from the recorded lines.
+
+    The message has the difference and the command that records anew.
+    """
     expected = recorded(name)
     if found == expected:
         return

@@ -1,4 +1,4 @@
-"""The public surface is the recorded one. tests/cli/test_run.py checks the keys of summary.json where it trains anyway."""
+"""The public surface is the recorded one. tests/cli/run/test_run.py checks the keys of summary.json where it trains anyway."""
 
 import pytest
 

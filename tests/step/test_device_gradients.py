@@ -1,4 +1,7 @@
-"""After a change of size, a micro-batch's gradient is held against the CPU's; here the CPU stands for the device."""
+"""After a change of size, a micro-batch's gradient is compared with the CPU's.
+
+Here the CPU stands for the device.
+"""
 
 import dataclasses
 
@@ -10,10 +13,10 @@ from torch import nn
 from lightning_unified import UnifiedStrategy
 from lightning_unified.hardware import Figure
 from lightning_unified.step import device_gradients as parity
-from lightning_unified.step.exactness import host
+from lightning_unified.step.exactness.trials import host
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from tests.support.modules import MLP, RaggedTokens, fit, weights
-from tests.support.split_modules import ByItsOwnMode
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
+from tests.support.modules.split import ByItsOwnMode
 
 ISSUE = "pytorch issue 177116"
 
@@ -35,7 +38,10 @@ def as_mps(monkeypatch):
 
 
 class _WrongWhenLarge(torch.autograd.Function):
-    """Right in the forward pass and for few rows; a thousand times too large in the backward pass of four and more."""
+    """Right in the forward pass and for few rows.
+
+    The backward pass of four and more rows is a thousand times too large.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -47,7 +53,7 @@ class _WrongWhenLarge(torch.autograd.Function):
 
 
 class OnItsDevice(MLP):
-    """Knows whether its weights are those it was given, or the copies that the CPU computes with."""
+    """Knows whether its weights are its own, or the copies of the CPU's reference."""
 
     def on_train_start(self):
         object.__setattr__(self, "weight", self.net[0].weight)
@@ -104,7 +110,7 @@ class Sizes(L.Callback):
         self.limits = iter(limits)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        trainer.strategy.sizes.limit = next(self.limits, None)
+        trainer.strategy.sizes.max_micro_batch_size = next(self.limits, None)
 
 
 def lacks_bfloat16_lstm():
@@ -193,7 +199,7 @@ class Still(MLP):
 
 
 class NeedsItsDevice(OnItsDevice):
-    """Fails wherever its weights are not those it was given, as kernels written for one device do."""
+    """Fails with weights other than its own, as kernels written for one device do."""
 
     def training_step(self, batch, batch_idx):
         if not self.is_on_device:

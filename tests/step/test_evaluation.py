@@ -1,4 +1,7 @@
-"""Evaluation steps that run out of memory run in parts, and what they log and return is the whole batch's."""
+"""Evaluation steps that run out of memory run as micro-batches.
+
+Their logs and results are the whole batch's.
+"""
 
 import lightning as L
 import pytest
@@ -8,13 +11,16 @@ from torch.nn import functional as F
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError, SplitError
 from tests.support.lanes import crossed
-from tests.support.modules import MLP, RaggedTokens
+from tests.support.modules.plain import MLP, RaggedTokens
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 
 
 class Evaluates(MLP):
-    """Logs figures, metrics and a sum; returns predictions; refuses more rows at once than `most`, after work was done."""
+    """Logs figures, metrics and a sum; returns predictions.
+
+    After some work it refuses micro-batches of more than `most` rows.
+    """
 
     most = 99
 

@@ -1,4 +1,7 @@
-"""Two processes train as plain DDP does, cut or whole, through failures of one of them; and none waits for ever for the other."""
+"""Two processes train as under plain DDP, whole or split, through failures of one.
+
+No process waits for the other without end.
+"""
 
 import inspect
 import pickle
@@ -11,9 +14,11 @@ from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.distributed import Offer, settled
-from tests.support import ddp_compressor, ddp_modules, ddp_runs
 from tests.support.lanes import slow, some
-from tests.support.on_ranks import Ended, on_ranks
+from tests.support.ranks import compressor as ddp_compressor
+from tests.support.ranks import modules as ddp_modules
+from tests.support.ranks import runs as ddp_runs
+from tests.support.ranks.processes import Ended, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +293,7 @@ def test_it_is_registered_with_each_start_method(method):
 def test_it_can_be_sent_to_a_process_that_is_spawned():
     strategy = UnifiedDDPStrategy(micro_batch_size=3, start_method="spawn")
 
-    assert pickle.loads(pickle.dumps(strategy)).policy.sizes.limit == 3
+    assert pickle.loads(pickle.dumps(strategy)).policy.sizes.max_micro_batch_size == 3
 
 
 def test_a_trainer_of_two_ranks_pickles_while_it_trains():

@@ -1,10 +1,13 @@
-"""Two real GPUs over NCCL: as plain DDP, through a memory that is too small on one of them only; run with -m gpu."""
+"""Two real GPUs over NCCL train as plain DDP.
+
+One of them may have too little memory. Run with `-m gpu`.
+"""
 
 import pytest
 import torch
 
-from tests.support import ddp_gpu_runs
-from tests.support.on_ranks import on_ranks
+from tests.support.ranks import gpu_runs as ddp_gpu_runs
+from tests.support.ranks.processes import on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

@@ -1,4 +1,7 @@
-"""On a real CUDA device: a capped allocator raises, the strategy recovers, in every precision; run with -m gpu."""
+"""On a real CUDA device: a capped allocator raises, and the strategy recovers.
+
+Every precision is covered. Run with `-m gpu`.
+"""
 
 import lightning as L
 import pytest
@@ -142,7 +145,10 @@ class Dropped(nn.Module):
 
 
 class KeywordBlocks(L.LightningModule):
-    """Calls its blocks by keyword only, which is where torch's own checkpoint does not look for a device."""
+    """Calls its blocks with keyword arguments only.
+
+    Torch's own checkpoint does not look for a device there.
+    """
 
     def __init__(self) -> None:
         super().__init__()

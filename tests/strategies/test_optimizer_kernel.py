@@ -1,4 +1,7 @@
-"""`UnifiedStrategy(optimizer_kernel=…)`: from the first step on, in no checkpoint, and undone when the fit ends."""
+"""`UnifiedStrategy(optimizer_kernel=…)` acts from the first step on.
+
+No checkpoint has it, and the end of the fit undoes it.
+"""
 
 import lightning as L
 import pytest

@@ -1,4 +1,7 @@
-"""Plugins of the user's work beside a strategy object: checkpoint writers, precision, both kinds of strategy."""
+"""A user's plugins beside a strategy object: checkpoint writers and precision.
+
+Both kinds of strategy are covered.
+"""
 
 import lightning as L
 import pytest

@@ -1,4 +1,7 @@
-"""`UnifiedStrategy(predict=True)`: the step is traced before the first batch runs, and memory does not run out in it."""
+"""`UnifiedStrategy(predict=True)` traces the step before the first batch runs.
+
+Memory does not run out in that batch.
+"""
 
 import json
 import weakref
@@ -9,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, predict
-from lightning_unified.cost_model.generation.formula import Generation
+from lightning_unified.cost_model.generation import Generation
 from lightning_unified.cost_model.rates import typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
 from lightning_unified.errors import BudgetError, OutOfMemoryError
@@ -331,7 +334,10 @@ def test_no_more_than_a_few_lengths_are_planned_for(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """The strategy of a fit whose prepared batches are of another type than the loader's, with validation."""
+    """The strategy of a fit with validation that prepares its batches.
+
+    Prepared batches are of another type than the loader's.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path_factory.mktemp("cache")))
         strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
@@ -400,17 +406,17 @@ def test_a_simulated_machine_teaches_nothing_about_this_one():
     assert calibrated_machines() == []
 
 
-@pytest.mark.parametrize(("sanity_steps", "told"), some([(1, 0), (0, 1)], (0, 1)))
-def test_a_validation_batch_that_does_not_fit_is_cut_before_memory_runs_out(sanity_steps, told):
+@pytest.mark.parametrize(("sanity_steps", "event"), some([(1, 0), (0, 1)], (0, 1)))
+def test_a_validation_batch_that_does_not_fit_is_cut_before_memory_runs_out(sanity_steps, event):
     strategy = UnifiedStrategy(simulate="h200", budget="48MiB")
     module = fit(strategy, kind=Validates, rows=16, validation_rows=256, num_sanity_val_steps=sanity_steps)
     validation = strategy.plan.prediction.validation
 
     assert strategy.recoveries == 0
-    assert strategy.events[told].startswith("validation planned: 2 parts of up to 128 rows: ")
+    assert strategy.events[event].startswith("validation planned: 2 micro-batches of up to 128 rows: ")
     assert (validation.rows, validation.parts) == (128, 2)
     assert validation.reserved_bytes <= 48 * MIB
-    assert strategy.plan.reasons["validation"].startswith("2 parts of up to 128 rows")
+    assert strategy.plan.reasons["validation"].startswith("2 micro-batches of up to 128 rows")
     whole = fit("auto", kind=Validates, rows=16, validation_rows=256).trainer.callback_metrics["loss"]
     assert torch.allclose(module.trainer.callback_metrics["loss"], whole)
 
@@ -478,7 +484,7 @@ def test_batches_of_another_kind_get_their_own_plan_and_the_first_kind_keeps_its
     first = in_phases(UnifiedStrategy(budget="64MiB", simulate="m2-16gb")).first_step
 
     assert planned == [["x"], ["x", "y"]]
-    assert first.predicted_peak_bytes >= first._earlier_peak > 0
+    assert first.memory.peak_bytes >= first.memory.earlier_peak > 0
 
 
 def test_what_is_generated_before_a_step_is_part_of_the_predicted_peak(monkeypatch):
@@ -490,6 +496,6 @@ def test_what_is_generated_before_a_step_is_part_of_the_predicted_peak(monkeypat
 
     strategy = in_phases(UnifiedStrategy(budget="1000MiB", simulate="m2-16gb"))
 
-    assert strategy.first_step.prediction.generation_bytes > 900 * MIB
-    assert strategy.first_step.predicted_peak_bytes > 900 * MIB
+    assert strategy.first_step.memory.prediction.generation_bytes > 900 * MIB
+    assert strategy.first_step.memory.peak_bytes > 900 * MIB
     assert "4 rows of 2 + 1 tokens before the step" in strategy.plan.reasons["generation"]

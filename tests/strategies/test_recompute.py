@@ -1,4 +1,7 @@
-"""`UnifiedStrategy(recompute=…)` on any module: the same weights bit for bit, less memory, and everything undone afterwards."""
+"""`UnifiedStrategy(recompute=…)` on any module: same weights, less memory.
+
+Weights agree bit for bit, and the end of the fit undoes everything.
+"""
 
 import lightning as L
 import pytest
@@ -18,7 +21,7 @@ TEXT = (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """Collecting the garbage of a whole test session, after each error, is what would take the time here."""
+    """Replace the collection of a whole session's garbage after each error: it is slow."""
     monkeypatch.setattr("gc.collect", lambda *_: 0)
 
 
@@ -34,7 +37,10 @@ class Block(nn.Module):
 
 
 class Deep(L.LightningModule):
-    """Knows nothing of recomputation; memory holds `room` rows whose activations are kept, three times as many if they are not."""
+    """A module without code for recomputation.
+
+    Memory holds `room` rows with kept activations, and three times as many without.
+    """
 
     def __init__(self, room=None, norm=True):
         super().__init__()
@@ -242,9 +248,9 @@ def test_a_batch_is_first_split_as_small_as_possible_and_sizes_are_then_found_an
 
     told = [event.split(";")[1] for event in trainer.strategy.events if "repeated" in event]
     assert [text.split(" (")[0] for text in told[:4]] == [
-        " repeated with 4 at once",
-        " repeated with 2 at once",
-        " repeated with 1 at once",
+        " repeated with micro-batches of 4 rows",
+        " repeated with micro-batches of 2 rows",
+        " repeated with micro-batches of 1 rows",
         " repeated with activations recomputed",
     ]
     assert trainer.strategy.micro_batch_size == 1

@@ -18,7 +18,10 @@ MIB, GIB = 2**20, 2**30
 
 
 class Deep(L.LightningModule):
-    """1 MiB of activations in 32 tensors a row, so that on Metal no heap of a gibibyte is opened."""
+    """1 MiB of activations in 32 tensors a row.
+
+    On Metal these open no heap of a gibibyte.
+    """
 
     def __init__(self):
         super().__init__()

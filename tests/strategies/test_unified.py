@@ -1,4 +1,4 @@
-"""`Trainer(strategy="unified")` as a user meets it: any module, one line, budgets that are meant."""
+"""`Trainer(strategy="unified")` as a user meets it: any module, one line, a budget."""
 
 import subprocess
 import sys
@@ -49,7 +49,10 @@ def test_importing_the_package_imports_neither_torch_nor_lightning():
 
 
 class PlainCNN(L.LightningModule):
-    """Somebody else's module: knows nothing of this package, has BatchNorm, logs torchmetrics in training and validation."""
+    """A third-party module that knows nothing of this package.
+
+    It has BatchNorm, and logs torchmetrics in training and validation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +192,10 @@ def test_a_process_that_outgrows_its_budget_on_a_cpu_runs_smaller_micro_batches(
 
 
 def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
-    """Nine rows in batches of eight: what outgrew the budget were four rows at once, not the last batch's one."""
+    """Nine rows in batches of eight.
+
+    Micro-batches of four rows exceeded the budget, not the last batch's single row.
+    """
     strategy = UnifiedStrategy(micro_batch_size=4)
     trainer = L.Trainer(strategy=strategy, max_epochs=1, **QUIET)
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(9, 32), batch_size=8))

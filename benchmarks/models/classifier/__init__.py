@@ -1,1 +1,1 @@
-"""The classifier: accuracy, devices, loading, padding, and Hugging Face's Trainer beside it."""
+"""The classifier: accuracy, devices, loading, padding, and Hugging Face's Trainer."""

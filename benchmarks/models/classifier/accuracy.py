@@ -188,7 +188,7 @@ def joined(paths: list[Path]) -> dict[str, Any]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by source and settings, the mean accuracy with its intervals, and whether it is what was aimed at."""
+    """Return mean accuracy and intervals by source and settings, and whether the goal is met."""
     found: dict[str, Any] = {}
     for run in runs:
         name = " ".join([run["source"], *(f"{key}={value}" for key, value in run["settings"].items())])

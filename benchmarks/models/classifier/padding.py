@@ -77,7 +77,10 @@ def _data(archive: str | None, folder: Path, *, lengths: int | list[int]) -> Lab
 
 
 def _made_up(path: Path) -> Path:
-    """Write texts of which no two are alike; their lengths are log-normal, their words short enough to be a token or two."""
+    """Write distinct texts with log-normal lengths.
+
+    Their words are short enough to be one or two tokens.
+    """
     draw = np.random.default_rng(0)
     words = [
         "the",
@@ -153,7 +156,7 @@ def _batch(rows: LabelRows, indices: list[int], device: str) -> dict[str, Tensor
 
 @torch.no_grad()
 def _worst_difference(model: torch.nn.Module, batches: list[list[dict[str, Tensor]]]) -> float:
-    """Return the largest difference between the logits of the two paddings, as a share of the largest logit."""
+    """Return the two paddings' largest logit difference, as a share of the largest logit."""
     model.eval()
     worst = 0.0
     for one, other in batches:

@@ -157,7 +157,10 @@ def _begin(
 
 
 def _budget(model: str, path: Path) -> int | None:
-    """Return what a run held to less than the fastest rival may use; None while no rival's peak is known."""
+    """Return the budget of a run held below the fastest rival's peak.
+
+    None while no rival's peak is known.
+    """
     summary = json.loads(path.read_text(encoding="utf-8"))["summary"].get(model, {}) if path.exists() else {}
     peak = summary["cells"][summary["fastest_rival"]]["reserved_bytes"] if "fastest_rival" in summary else 0
     return int(WITHIN * peak) or None
@@ -215,7 +218,7 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _table(summary: dict[str, Any]) -> str:
-    """Return the medians as a table of Markdown; in brackets, how many times the fastest rival's."""
+    """Return the medians as a Markdown table, with ratios to the fastest rival in brackets."""
     head = "samples/s, 2nd epoch", "1st epoch", "allocated, GiB", "reserved, GiB"
     columns = ("second_epoch", "first_epoch", "peak_bytes", "reserved_bytes")
     lines = [f"| model | cell | {' | '.join(head)} |", f"|---|---|{'---:|' * len(head)}"]

@@ -1,4 +1,7 @@
-"""One cell of `models/classifier/rivals.py`: two epochs of one trainer on one shape, in this process."""
+"""One cell of `models/classifier/rivals.py`, in this process.
+
+A cell is two epochs of one trainer on one shape.
+"""
 
 import fcntl
 import logging
@@ -23,10 +26,11 @@ from benchmarks.models.classifier.rivals import MODELS
 from lightning_unified import CudaGraphs, GradientHealth, MemoryMonitor, PressureGuard
 from lightning_unified.callbacks import RunCSVLogger
 from lightning_unified.cli.run.throughput import Throughput
+from lightning_unified.data.loader import LoaderOptions
 from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.models.classifier import TextClassifier
-from lightning_unified.models.classifier.data.label_rows import LabelRows
+from lightning_unified.models.classifier.data.label_rows import LabelRows, zeros
 from lightning_unified.strategies import UnifiedStrategy
 
 __all__ = ["run_cell"]
@@ -75,7 +79,10 @@ def run_cell(
 
 
 class Marks:
-    """Moments at which the device was waited for, and the highest peaks seen at them, of what was allocated and of what was reserved."""
+    """Times at device synchronisations, and the highest peaks seen at them.
+
+    Peaks are of allocated and of reserved bytes.
+    """
 
     def __init__(self) -> None:
         self._moments: list[float] = []
@@ -107,15 +114,15 @@ class _Texts(ResumableData):
 
     def __init__(self, texts: list[list[int]], labels: list[int], *, batch: int) -> None:
         super().__init__(
-            batch_size=batch,
-            val_batch_size=None,
-            seed=0,
-            drop_last=True,
-            num_workers=WORKERS,
-            persistent_workers=True,
-            prefetch_factor=2,
-            start_method="forkserver" if ON_GPU else "fork",
-            pin_memory=ON_GPU,
+            LoaderOptions(
+                batch_size=batch,
+                drop_last=True,
+                num_workers=WORKERS,
+                persistent_workers=True,
+                prefetch_factor=2,
+                start_method="forkserver" if ON_GPU else "fork",
+                pin_memory=ON_GPU,
+            )
         )
         self.label_names, self.text_length = ["0", "1"], LONGEST
         self.padded_lengths = choose_buckets([len(ids) for ids in texts], longest=LONGEST, most=LENGTHS, multiple=8)
@@ -131,6 +138,10 @@ class _Texts(ResumableData):
     @override
     def rows(self) -> tuple[LabelRows, LabelRows]:
         return self._rows, self._rows
+
+    @override
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        return zeros(rows, LONGEST)
 
 
 class _Epochs(Callback):

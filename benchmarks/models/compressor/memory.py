@@ -1,4 +1,4 @@
-"""Peak memory and speed of the compressor on a GPU, beside what its seed claimed of these techniques.
+"""Peak memory and speed of the compressor on a GPU, beside its seed's claims.
 
     python -m benchmarks.models.compressor.memory [--preset compressor-125m] [--rows 32] [--micro 8] [--tokens 512]
        (writes benchmarks/models/compressor/memory.json; about two minutes on one H200)
@@ -31,7 +31,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.objective import estimators as objectives
 from lightning_unified.models.compressor.objective import joint
-from lightning_unified.models.compressor.presets import preset as preset_config
+from lightning_unified.models.compressor.sizes import preset as preset_config
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -169,7 +169,10 @@ def plain_gumbels(logits, *, uniform, temperature):
 
 
 def forward_bytes(asked, device, *, gate):
-    """Return bytes alive after a relaxed forward pass beyond weights and batch, and how many of them the random numbers take."""
+    """Return bytes alive after a relaxed forward pass, without weights and batch.
+
+    The second figure is the random numbers' share of them.
+    """
     model = build(asked, objective="relaxed").to(device)
     batch = {name: values[: asked.micro].to(device) for name, values in make_batch(asked).items()}
     prepared, own = model.prepare_batch(batch), joint.relaxed_bernoulli

@@ -30,6 +30,7 @@ class JudgedBy:
     def __init__(self, *, policy: Compressor, reader: Compressor) -> None:
         self.tokenizer, self.device, self.training = policy.tokenizer, policy.device, False
         self.trained_steps, self.global_step = policy.trained_steps, policy.global_step
+        self.text_length = policy.text_length
         self.keep_logits = policy.keep_logits
         self.reconstruct, self.next_logits = reader.reconstruct, reader.next_logits
         self.continue_logits = reader.continue_logits
@@ -42,7 +43,10 @@ class JudgedBy:
 def practise(
     module: Compressor, rows: Passages, *, methods: dict[str, Scorer], minutes: float, seed: int = 0
 ) -> Compressor:
-    """Return a copy of `module` whose reader has learnt from every method's masks for so many minutes."""
+    """Return a copy of `module` whose reader trained on every method's masks.
+
+    Training takes the given minutes.
+    """
     reader = copy.deepcopy(module).train()
     reader.codec.policy.requires_grad_(False)
     optimizer = torch.optim.AdamW(
@@ -69,7 +73,10 @@ def practise(
 
 
 def _loss(reader: Compressor, ids: Tensor, *, mask: Tensor, keep: Tensor, generator: torch.Generator) -> Tensor:
-    """Return nats per dropped token, plus nats per token that follows a compressed beginning of random length (0 for half)."""
+    """Return nats per dropped token plus nats per token after a compressed beginning.
+
+    The beginning has a random length; it is empty for half of the rows.
+    """
     codec = reader.codec
     embeddings = codec.reader.embed(ids)
     gates = keep.to(embeddings.dtype).unsqueeze(1)

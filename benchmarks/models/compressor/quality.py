@@ -1,4 +1,6 @@
-"""Train the compressor's CPU preset and judge its policy beside all baselines on documents it has never seen.
+"""Train the compressor's CPU preset and compare its policy with all baselines.
+
+Documents are held out.
 
 Usage: python -m benchmarks.models.compressor.quality [--minutes 8]       (about 20 minutes on two cores in all)
 
@@ -25,7 +27,7 @@ from benchmarks.models.compressor.practice import JudgedBy, practise
 from benchmarks.records import origin
 from lightning_unified.models.compressor.data.passage_data import PassageData
 from lightning_unified.models.compressor.evaluation import baselines, held_out
-from lightning_unified.models.compressor.evaluation.evaluate import evaluate
+from lightning_unified.models.compressor.evaluation.evaluate import EvaluationOptions, evaluate
 from lightning_unified.models.compressor.evaluation.report import plot
 from lightning_unified.models.compressor.inference import checkpoint
 from lightning_unified.models.compressor.inference.compress import compress
@@ -62,7 +64,10 @@ def fit(data: PassageData, *, steps: int, arguments: dict[str, Any]) -> tuple[L.
 
 
 def train(data: PassageData, *, minutes: float, steps: int | None, path: Path, arguments: dict[str, Any]) -> dict:
-    """Train for so many minutes, as a few steps before tell how many steps these are, and save; return what was done."""
+    """Train for the given minutes, save, and return a record of the training.
+
+    A few steps beforehand give the number of steps that these minutes allow.
+    """
     if steps is None:
         _, _, clock = fit(data, steps=12, arguments=arguments)
         steps = max(30, round(60 * minutes * 8 / (clock.ends[-1] - clock.ends[-9])))
@@ -84,7 +89,10 @@ def train(data: PassageData, *, minutes: float, steps: int | None, path: Path, a
 
 
 def bar(record: dict[str, Any]) -> dict[str, Any]:
-    """Return whether the bar is met under this reader, what misses it, and where the policy stands against LM surprisal."""
+    """Return whether the bar is met under this reader, and which figures miss it.
+
+    The result also compares the policy with LM surprisal.
+    """
     compared = [row for row in record["policy_against"] if row["measure"] == "dropped_cross_entropy"]
     barred = [row for row in compared if row["baseline"] in BARRED and row["keep"] in BUDGETS]
     missed = [f"{row['baseline']} at {row['keep']}" for row in barred if row["intervals"] != "policy"]
@@ -100,7 +108,10 @@ def bar(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def configured(preset: str) -> dict[str, Any]:
-    """Return what `model=` of that name gives `Compressor`, but for what depends on the hardware; the tests' preset has no such file."""
+    """Return the arguments that `model=` of that name gives `Compressor`.
+
+    Arguments that depend on the hardware are left out. The tests' preset has no such file.
+    """
     path = Path(__file__).parents[3] / "conf" / "model" / f"{preset}.yaml"
     if not path.exists():
         return {"preset": preset}
@@ -120,10 +131,7 @@ def judge(subject: Any, texts: list[str], *, corpus: list[str], length: int, opt
         subject,
         texts[: options.documents],
         corpus=corpus,
-        length=length,
-        continuation=length // 4,
-        per_document=options.per_document,
-        seed=SEED,
+        options=EvaluationOptions(length=length, per_document=options.per_document, seed=SEED),
     )
     record["bar"] = bar(record)
     for row in record["rows"]:

@@ -1,4 +1,6 @@
-"""Peak live bytes of gearhead-34m on a CPU: batch 2 x 512, fp32, AdamW, with and without recomputation.
+"""Peak live bytes of gearhead-34m on a CPU, with and without recomputation.
+
+Batch 2 x 512, fp32, AdamW.
 
     python -m benchmarks.models.gearhead.memory [--output benchmarks/models/gearhead/memory.json]
 
@@ -24,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_unified.data.documents.error_codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
 from lightning_unified.models.gearhead.module import GearHead
-from lightning_unified.models.gearhead.optimizer import build_optimizer
+from lightning_unified.models.training import adamw, decay_groups
 
 ROWS, TOKENS, STEPS = 2, 512, 3
 
@@ -62,7 +64,8 @@ def run(case):
     codes[:, 41:45] = torch.randint(1, NUM_CODE_IDS, (ROWS, 4))
     batch = {"input_ids": ids, "labels": ids, "error_code_ids": codes, "diagnosis_labels": asked}
     hparams = {**model.hparams, "optimizer_kernel": case.optimizer}
-    optimizer = build_optimizer(model.network, hparams=hparams) if case.optimizer else None
+    groups = decay_groups(model.network.parameters(), weight_decay=hparams["weight_decay"])
+    optimizer = adamw(groups, hparams=hparams) if case.optimizer else None
     for step in range(STEPS):
         with record_function(f"step {step}"):
             if not case.zero_after_forward:

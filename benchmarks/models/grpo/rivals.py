@@ -160,7 +160,10 @@ def _keep(run: dict[str, Any], path: Path) -> None:
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by setting, the median seconds of compared iterations and peaks of both sides, and ours beside the rival's."""
+    """Return by setting the medians of both sides, and our figures relative to the rival's.
+
+    Medians are of seconds of compared iterations, and of peaks.
+    """
     found: dict[str, Any] = {}
     done = {(run["setting"], run["side"]): run for run in runs if "failed" not in run}
     for setting in SETTINGS:

@@ -159,7 +159,10 @@ def _adapters() -> LoraConfig:
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Return one that has a word for each token, so that what is sampled from random weights can be judged."""
+    """Return a tokenizer with a word for each token.
+
+    Samples from random weights can then be judged.
+    """
     words = {"<pad>": 0, "<eos>": 1} | {f"w{token}": token for token in range(2, vocabulary)}
     own = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -185,11 +188,11 @@ class _Timed:
         self._sampler, self.decoding = sampler, ""
         self.seconds: list[float] = []
 
-    def __call__(self, *args: Tensor, **kwargs: Any) -> Completions:
+    def __call__(self, *args: Any, **kwargs: Any) -> Completions:
         since = _now()
         found = self._sampler(*args, **kwargs)
         self.seconds.append(round(_now() - since, 4))
-        self.decoding = found.decoding
+        self.decoding = found.decoding or ""
         return found
 
 
@@ -263,7 +266,7 @@ def _ours(
 
 
 class _Moments(TrainerCallback):
-    """Marks iterations; of several, the first has few tokens, as `generation` is told."""
+    """Marks iterations; of several, the first has few tokens, as `generation` requests."""
 
     def __init__(self, marks: Marks, *, new: int) -> None:
         self._marks, self._new = marks, new

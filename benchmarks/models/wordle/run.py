@@ -85,7 +85,10 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _train(directory: Path, overrides: Sequence[str], *, limit: float | None) -> None:
-    """Train, with a checkpoint where imitation ends; what `limit` interrupts has one too, and is judged as far as it came."""
+    """Train, with a checkpoint where imitation ends.
+
+    A run that `limit` interrupts saves a checkpoint too, and is judged at that point.
+    """
     every = "callbacks.checkpoint.every_n_steps=${data.sft_steps}"
     run = subprocess.Popen(
         [sys.executable, "train.py", "experiment=wordle", every, *overrides, f"run_dir={directory}"], cwd=ROOT
@@ -158,7 +161,7 @@ def _autocast(model: ModelPlayer) -> torch.autocast:
 def _play(
     player: Player, secrets: Sequence[str], *, words: WordList, repeats: int
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return, for each secret, the share of its games that were won, and what came out of all of them."""
+    """Return the share of won games for each secret, and the results of all games."""
     reports = [play_games(player, secrets, words) for _ in range(repeats)]
     won = np.array([[game.state.solved for game in report.played] for report in reports], dtype=float).mean(0)
     figures = {name: _average([getattr(report, name) for report in reports]) for name in FIGURES}

@@ -28,11 +28,11 @@ __all__ = [
     "Pull",
     "attempt",
     "budget_of",
+    "describe_options",
     "limits_of_process",
     "memory_options_of",
     "planned",
     "run",
-    "told",
     "unlimited",
 ]
 
@@ -43,7 +43,7 @@ STEPS = 3
 """Of a fit: the second is the first with an optimizer's state, the third the first that begins with what such a step left behind."""
 
 FIXED = {"budget": "90%", "recover": False, "predict": False, "batch_norm": "micro", "check_split": False}
-"""Of a strategy that does as it is told and nothing else."""
+"""Of a strategy that applies the given settings and nothing else."""
 
 
 LEFT_OPEN = {"micro_batch_size": "auto", "recompute": "auto", "batch_norm": "micro"}
@@ -104,7 +104,7 @@ def memory_options_of(strategy: UnifiedStrategy) -> dict[str, Any]:
     return chosen | {"loss_chunk": strategy.plan.loss_chunk}
 
 
-def told(memory_options: dict[str, Any] | None) -> str | None:
+def describe_options(memory_options: dict[str, Any] | None) -> str | None:
     """Return memory options in words."""
     if memory_options is None:
         return None
@@ -203,7 +203,7 @@ def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
 
 
 def budget_of(device: str, limit: int) -> int:
-    """Return what a strategy is told so that it stays within `limit` bytes beyond what the process holds now."""
+    """Return the settings of a strategy that keep it within `limit` bytes beyond what the process holds now."""
     return limit + (_status("VmRSS") if device == "cpu" else 0)
 
 

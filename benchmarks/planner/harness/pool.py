@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Task", "look_at_gpu", "run_all"]
 
-_TOLD = 400  # characters of an error that a record keeps
+_ERROR_LETTERS = 400  # characters of an error that a record keeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def _run(work: Callable[..., dict[str, Any]], args: tuple, result: str) -> None:
         found = work(*args)
     except BaseException as error:
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"[:_TOLD]}
+        found = {"error": f"{type(error).__name__}: {error}"[:_ERROR_LETTERS]}
     Path(result).write_text(json.dumps(found))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -143,7 +143,7 @@ def _result(ended: _Running) -> dict[str, Any]:
         how = f"no end after {ended.task.seconds:.0f} s" if late else f"exit code {code}"
         if not late and code is not None and code < 0:
             how = signal.Signals(-code).name
-        found = {"error": f"{how}: {_tail(ended.result.parent / 'log')}"[:_TOLD]}
+        found = {"error": f"{how}: {_tail(ended.result.parent / 'log')}"[:_ERROR_LETTERS]}
     shutil.rmtree(ended.result.parent, ignore_errors=True)
     return found
 

@@ -32,7 +32,7 @@ def parser(doc: str, *, name: str, jobs: int) -> argparse.ArgumentParser:
     arguments.add_argument("--only", default="", help="rows whose name has this text in it")
     arguments.add_argument("--limit", type=int, help="this many rows at most")
     arguments.add_argument("--again", action="store_true", help="run rows that the record has with an error once more")
-    arguments.add_argument("--output", type=Path, help=f"record (default: {name}_DEVICE.json beside this file)")
+    arguments.add_argument("--output", type=Path, help=f"record (default: records/{name}_DEVICE.json beside this file)")
     arguments.add_argument("--summary", type=Path, metavar="FILE", help="print the tables of a record, and run nothing")
     arguments.set_defaults(name=name)
     return arguments
@@ -118,7 +118,7 @@ def measure(
 
 
 def _output(options: argparse.Namespace) -> Path:
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[1] / "records"
     return (options.output or folder / f"{options.name}_{options.device}.json").absolute()
 
 

@@ -103,7 +103,7 @@ class _Marks(L.Callback):
 
 
 def _trained(cell: Cell, batch: dict[str, Tensor], callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
-    """Train the cell's module uncut on copies of `batch`, which is there before anything is counted."""
+    """Train the cell's module on whole copies of `batch`, which exists before anything is counted."""
     module = cell.kind.build(cell.device, optimizer=cell.optimizer)
     recompute = cell.recompute if cell.kind.has_blocks else "auto"
     strategy = UnifiedStrategy(

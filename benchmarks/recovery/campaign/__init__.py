@@ -1,1 +1,4 @@
-"""Parts of the fault and pressure campaigns: small exact modules, injected faults, runs in processes that may die."""
+"""Parts of the fault and pressure campaigns.
+
+They are small exact modules, injected faults, and runs in processes that may die.
+"""

@@ -105,7 +105,10 @@ def _memory(draw: random.Random, index: int) -> Case:
 
 
 def _operation(draw: random.Random, index: int) -> Case:
-    """An injected error at the n-th operation that makes a tensor, in a batch, a validation or a save."""
+    """An injected error at the n-th operation that makes a tensor.
+
+    It strikes in a batch, a validation or a save.
+    """
     recipe = draw_recipe(draw)
     point = draw.choice(["operation", "operation", "validation operation", "save operation"])
     fault = _fault(draw, recipe, point, nth=int(250 ** draw.random()), times=draw.choice([1, 1, 2]))
@@ -139,7 +142,7 @@ def _wall(draw: random.Random, index: int) -> Case:
 def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
     # what a module's loss is a mean over can only be found where two units of rows fit at once
     undeclared = recipe.model in {"tokens", "shifted"}
-    paired = recipe.model in NORMS  # an odd number of rows in parts of two or more has one of three
+    paired = recipe.model in NORMS  # an odd number of rows in micro-batches of two or more has one of three
     units, fewest = recipe.rows_at_once() // recipe.unit, max(recipe.fewest // recipe.unit + paired, 1 + undeclared)
     first = draw.randrange(recipe.batches)
     rows = recipe.unit * draw.randint(fewest, max(units - 1, fewest))
@@ -160,7 +163,10 @@ def _elastic(draw: random.Random, index: int) -> Case:
 
 
 def _pressure(draw: random.Random, index: int) -> Case:
-    """Memory pressure, noticed by the guard's thread: it shrinks, saves, stops the run, and lets it grow again."""
+    """Memory pressure that the guard's thread notices.
+
+    The guard shrinks the size, saves, stops the run, and lets the size grow again.
+    """
     recipe = draw_recipe(draw)
     spans = tuple(
         (first, first + draw.randint(2, 8), draw.choice(["warn", "critical", "critical"]))
@@ -177,7 +183,10 @@ def _limit(draw: random.Random, index: int) -> Case:
 
 
 def _simulated(draw: random.Random, index: int) -> Case:
-    """A simulated device, whose allocator keeps count and refuses what a small budget does not hold, in its backend's words."""
+    """A simulated device with a small budget.
+
+    Its allocator counts, and refuses with its backend's error message.
+    """
     leg = Leg(simulate=draw.choice(list(PROFILES)), budget=draw.randint(32, 80) * MIB)
     return Case(index=index, kind="simulated device", recipe=_wide(draw), legs=(leg,))
 
@@ -196,7 +205,10 @@ def _validation(draw: random.Random, index: int) -> Case:
 
 
 def _save(draw: random.Random, index: int) -> Case:
-    """Memory runs out while a checkpoint is gathered or written; the run may end with it only where the file had to be."""
+    """Memory runs out while a checkpoint is gathered or written.
+
+    The run may end with it only if the file was required.
+    """
     recipe = draw_recipe(draw)
     point = draw.choice(["save", "save: gather"])
     fault = _fault(draw, recipe, point, times=draw.randint(1, 2), nth=draw.randint(1, 4000) if point == "save" else 1)
@@ -210,7 +222,10 @@ def _save(draw: random.Random, index: int) -> Case:
 
 
 def _disk(draw: random.Random, index: int) -> Case:
-    """The disk is full, or a file may not grow, while a checkpoint is written, or for some batches whatever is written."""
+    """The disk is full, or a file may not grow.
+
+    It strikes a checkpoint being written, or every write of some batches.
+    """
     recipe = draw_recipe(draw)
     what = draw.choice(["disk", "file limit"])
     point = draw.choice(["save", "any file"] if what == "file limit" else ["save", "save: share", "save: publish"])
@@ -222,7 +237,10 @@ def _disk(draw: random.Random, index: int) -> Case:
 
 
 def _signal(draw: random.Random, index: int) -> Case:
-    """SIGINT or SIGTERM at a random moment, or at a random point; perhaps again in the resumed run."""
+    """SIGINT or SIGTERM at a random moment or point.
+
+    A second signal may strike the resumed run.
+    """
     recipe = draw_recipe(draw)
     legs = tuple(_signalled(draw, recipe, draw.choice(STOPS)) for _ in range(draw.randint(1, 2)))
     return Case(index=index, kind="signal", recipe=recipe, legs=legs)

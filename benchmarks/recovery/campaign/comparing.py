@@ -1,4 +1,4 @@
-"""What two runs have in common at their ends, to the bit and to rounding, and what each of their batches did."""
+"""Compare two runs: final states to the bit and to rounding, and each batch's record."""
 
 import sys
 from typing import Any
@@ -13,7 +13,7 @@ COUNTING = 1e-3  # relative; a row that counted twice or not at all is off by 1
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the distance of all weights, relative to their size; 0.0 only if every bit is equal."""
+    """Return the relative distance of all weights; 0.0 only if every bit is equal."""
     if all(torch.equal(one[name], other[name]) for name in other):
         return 0.0
     a, b = (torch.cat([weights[name].double().flatten() for name in other]) for weights in (one, other))
@@ -41,7 +41,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def counts(ledger: dict[int, Any], expected: dict[int, Any]) -> tuple[int, int]:
-    """Return how many rows counted more, and how many less, in a step than they do where nothing goes wrong."""
+    """Return how many rows counted too often and how many too rarely.
+
+    The reference is a run without faults.
+    """
     more = less = 0
     for number, line in expected.items():
         found = ledger.get(number, {}).get("counts") or [0.0] * len(line["counts"] or ())
@@ -54,7 +57,10 @@ def counts(ledger: dict[int, Any], expected: dict[int, Any]) -> tuple[int, int]:
 def logs_differ(
     final: dict[str, Any], twin: dict[str, Any], ledger: dict[int, Any], twins: dict[int, Any], *, whole: bool
 ) -> bool:
-    """Return whether a batch's loss, or a figure logged at the end, differs; a resumed epoch's means are of its rest."""
+    """Return whether a batch's loss or a figure logged at the end differs.
+
+    Means of a resumed epoch cover its remaining batches.
+    """
     if any(line["loss"] != ledger[number]["loss"] for number, line in twins.items()):
         return True
     if not whole:
@@ -62,5 +68,5 @@ def logs_differ(
     mine, theirs = final["logged"], twin["logged"]
     if mine.keys() != theirs.keys():
         return True
-    # a validation that ran in parts adds up in another order, and a metric's float32 sum may differ in its last bit
+    # a validation that ran in micro-batches adds up in another order, and a metric's float32 sum may differ in its last bit
     return any(abs(mine[name] - value) > ROUNDING * max(abs(value), 1.0) for name, value in theirs.items())

@@ -267,7 +267,10 @@ class Disturbance(L.Callback):
         return walled
 
     def _watch_groups(self, optimizer: torch.optim.Optimizer, point: str) -> None:
-        """Torch's optimizers make a group's state before they write its weights, and one group after another."""
+        """Torch's optimizers create a group's state before they write its weights.
+
+        They finish one group before the next.
+        """
         make_state = optimizer._init_group
         group = optimizer.param_groups[0 if point == "before_weights" else 1]
 
@@ -358,7 +361,10 @@ class _Striking:
 
 
 class _Operations(TorchDispatchMode):
-    """Calls `passes` at each operation that makes a tensor, as only such a one can run out of memory."""
+    """Calls `passes` at each operation that makes a tensor.
+
+    Only such an operation can run out of memory.
+    """
 
     def __init__(self, passes: Callable[[], None]) -> None:
         super().__init__()

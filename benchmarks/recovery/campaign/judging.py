@@ -1,4 +1,4 @@
-"""One case run to its end, however often it dies, and compared with runs that nothing disturbed."""
+"""Run one case to its end, through all its deaths, and compare it with undisturbed runs."""
 
 import signal
 from dataclasses import dataclass, field
@@ -102,7 +102,9 @@ class _Story:
 
 
 def judge(case: Case, folder: Path, *, timeout: float) -> Row:
-    """Run the case, its undisturbed twin and plain Lightning, each in a process of its own, and compare.
+    """Run the case, its undisturbed twin and plain Lightning, and compare them.
+
+    Each runs in a process of its own.
 
     Args:
         case: What to run.
@@ -168,7 +170,10 @@ def _disturbed(
 
 
 def _may_end_so(ended: Ended, case: Case, leg: Leg) -> bool:
-    """Return whether the leg asked for this end: by a signal, or by an error that the case allows."""
+    """Return whether the leg may end this way.
+
+    Allowed are its signal, or an error that the case permits.
+    """
     if ended.hung:
         return False
     numbers = {leg.number, *(fault.number for fault in leg.faults)} - {0}

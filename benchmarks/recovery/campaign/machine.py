@@ -176,7 +176,7 @@ def _resident(process: int) -> int:
 
 
 def _statm(process: int) -> tuple[int, int]:
-    """Return virtual size and what of it is in memory and the process's own, bytes; 0 for a process that is gone."""
+    """Return a process's virtual size and private resident bytes; 0 if it is gone."""
     try:
         size, resident, shared = (int(word) for word in Path(f"/proc/{process}/statm").read_text().split()[:3])
     except (OSError, ValueError):

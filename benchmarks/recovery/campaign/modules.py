@@ -25,7 +25,10 @@ _PARTS: "WeakKeyDictionary[Counted, list[int]]" = WeakKeyDictionary()
 
 
 class Seen(Metric):
-    """How often each row was given to `training_step`; saved with the weights, so that a resumed run counts on."""
+    """How often `training_step` received each row.
+
+    Saved with the weights, so that a resumed run continues the count.
+    """
 
     full_state_update = False
 
@@ -125,7 +128,10 @@ class Dropout(Counted):
 
 
 class Fields(Counted):
-    """Noise that must be the same whatever the cut, and is drawn once: a field of the prepared batch."""
+    """Noise drawn once, as a field of the prepared batch.
+
+    It must not depend on the split.
+    """
 
     def configure_micro_batches(self, stage):
         return MicroBatchRules(prepare=self.prepare)
@@ -144,7 +150,10 @@ class BatchNorm(Counted):
 
 
 class Measures(Counted):
-    """A buffer that each training step moves, and torchmetrics of three kinds, logged each step and each epoch."""
+    """A buffer that each training step moves, and torchmetrics of three kinds.
+
+    Metrics are logged each step and each epoch.
+    """
 
     def __init__(self, recipe):
         super().__init__(recipe)
@@ -165,7 +174,10 @@ class Measures(Counted):
 
 
 class Tokens(Counted):
-    """Mean over scored labels, which the module does not declare: the check before the first cut has to find it."""
+    """Mean over scored labels, undeclared.
+
+    The check before the first split must find the rule.
+    """
 
     first = 0
 
@@ -214,7 +226,10 @@ class Totals(Weighted):
 
 
 class Group(Counted):
-    """Groups of four samples of one prompt, drawn from the policy once a batch; advantages are relative to the group."""
+    """Groups of four samples of one prompt, drawn from the policy once a batch.
+
+    Advantages are relative to the group.
+    """
 
     def configure_micro_batches(self, stage):
         return MicroBatchRules(prepare=self.prepare, unit=GROUP)
@@ -233,7 +248,10 @@ class Group(Counted):
 
 
 class Keeps(Counted):
-    """State that each step writes: a counter, a generator, a moving average, a teacher, a list of losses; all of it decides the loss."""
+    """State that each step writes and that decides the loss.
+
+    It has a counter, a generator, a moving average, a teacher and a list of losses.
+    """
 
     def __init__(self, recipe):
         super().__init__(recipe)
@@ -338,7 +356,9 @@ def build(recipe: Recipe) -> Counted:
 
 
 class Batches:
-    """The batches of a run in an order of its own each epoch; remembers its place, as Lightning asks of a loader that can resume.
+    """The batches of a run, in an order of its own each epoch.
+
+    The loader remembers its place, as Lightning asks of a loader that can resume.
 
     Args:
         recipe: Says how many rows there are and how many a batch has.

@@ -59,7 +59,9 @@ def in_process(
     kill: Kill | None = None,
     beside: Callable[[int], None] | None = None,
 ) -> Ended:
-    """Run `work` in a fork of this process, which must have neither threads nor a used autograd.
+    """Run `work` in a fork of this process.
+
+    This process must have no threads and must not have used autograd.
 
     Args:
         work: What to run. An exception ends the process with code 1, `SystemExit` with its own.

@@ -43,7 +43,7 @@ class Recipe:
         schedule: When the learning rate changes: never, each step, each epoch.
         rows: Of the training data.
         batch: Rows of an effective batch; the last of an epoch may have fewer.
-        micro: Largest number of rows at once, or "auto".
+        micro: Largest micro-batch size in rows, or "auto".
         window: `accumulate_grad_batches`.
         clip: `gradient_clip_val`.
         epochs: Passes over the data.
@@ -98,7 +98,7 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether a cut run ends with the weights of an uncut one, but for rounding of float64."""
+        """Whether a split run ends with the weights of a whole one, up to rounding of float64."""
         return MODELS.get(self.model) == "exact" and self.precision == "64-true"
 
     @property

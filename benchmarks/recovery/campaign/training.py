@@ -1,4 +1,4 @@
-"""One fit of a recipe in this process, as it would be run, and the ledger of what each of its batches did."""
+"""One fit of a recipe in this process, and the ledger of its batches."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class Fit:
         recipe: What is trained.
         folder: Where checkpoints, ledger and final state go.
         callbacks: What disturbs it.
-        replay: Sizes of the parts of each batch, by its number from 0; None leaves them to the strategy.
+        replay: Sizes of each batch's micro-batches, by its number from 0; None leaves them to the strategy.
         plain: Whole batches, by Lightning's own strategy, or, where it has none of the recipe's kind of window, by ours.
         resume: The checkpoint to go on from.
         strategy: Further arguments of `UnifiedStrategy`.
@@ -49,9 +49,11 @@ class Fit:
 
 
 class Ledger(L.Callback):
-    """Writes one line a batch, at its end, past every buffer of this process: what a killed process did is known afterwards.
+    """Writes one unbuffered line at the end of each batch.
 
-    A line has the batch's number from 0 over all epochs, the sizes of the parts it ran in, its rows, its loss, the optimizer steps
+    The ledger of a killed process is then complete.
+
+    A line has the batch's number from 0 over all epochs, the sizes of its micro-batches, its rows, its loss, the optimizer steps
     so far, when it ended, and how often it was repeated; a batch that stepped also has by how much each row counted in the step.
     """
 
@@ -105,14 +107,14 @@ def write_past_limit(file: int, text: bytes) -> None:
 
 
 def read_ledger(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines by batch number; of a batch that was run anew after a resume, the newest."""
+    """Return the lines by batch number; the newest if a resume ran a batch again."""
     path = folder / LEDGER
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {line["batch"]: line for line in lines}
 
 
 class Replay(L.Callback):
-    """The undisturbed twin: cuts each batch as the ledger of another run says that it was cut there."""
+    """The undisturbed twin: splits each batch as another run's ledger says."""
 
     def __init__(self, sizes: dict[int, list[int]]) -> None:
         self._sizes = sizes
@@ -124,7 +126,10 @@ class Replay(L.Callback):
 
 
 class Half(MixedPrecision):
-    """float16 with a live scaler on a CPU; it grows every second step, and so is in every checkpoint with another value."""
+    """float16 with a live scaler on a CPU.
+
+    The scale grows every second step, so each checkpoint holds another value.
+    """
 
     def __init__(self) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -194,7 +199,7 @@ def _trainer(fit: Fit) -> L.Trainer:
 
 
 def _state(trainer: L.Trainer, module: Counted) -> dict[str, Any]:
-    """Return all that a run ends with: what a checkpoint holds, random states, and what was logged."""
+    """Return a run's final state: checkpoint contents, random states and logs."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "steps": trainer.global_step,

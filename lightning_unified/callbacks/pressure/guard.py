@@ -12,28 +12,28 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_unified.callbacks.checkpoint.run_checkpoint import write_state
 from lightning_unified.callbacks.device_pool import pool_of, simulated_by, simulated_pressure
 from lightning_unified.callbacks.loops import is_trial, will_stop, window_is_open
+from lightning_unified.callbacks.pressure.rungs import (
+    FILE,
+    Direction,
+    Rung,
+    checkpoint,
+    clear,
+    direction_of,
+    grow,
+    shrink,
+)
 from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
 from lightning_unified.callbacks.pressure.watch import PressureTrace, PressureWatch, Verdict
-from lightning_unified.callbacks.stopping import restore_limits, run_checkpoint, stop_cleanly
+from lightning_unified.callbacks.stopping import restore_limits, stop_cleanly
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Budget, Pressure, PressureReader, Sources, read
-from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.units import format_bytes
 
 __all__ = ["PressureGuard"]
 
 log = logging.getLogger("lightning_unified")
-
-_FILE = "pressure.ckpt"
-_SHRINK, _CHECKPOINT, _STOP = 3, 4, 5  # the last of the rungs, which count from 1
-_DOWN, _STAY, _UP, _UP_TO_STOP = -1, 0, 1, 2
-
-# A judgement: samples between two rungs while pressure is a warning, and between two steps down. macOS delays the fall of its level
-# by 5 s (XNU, bsd/kern/kern_memorystatus_notify.c), so an action shows no earlier; a sample takes a second.
-_COOL_DOWN = 5
 
 
 class PressureGuard(Callback):
@@ -89,8 +89,7 @@ class PressureGuard(Callback):
         self._budget: Budget | None = None
         self._one_pool = self._has_named_thrashing = False
         self._trace = PressureTrace(None)
-        self._rung = 0
-        self._acted_at = 0
+        self._rung, self._acted_at = Rung.NONE, 0
         self._has_warned = False
         self._saved = ""
 
@@ -113,7 +112,7 @@ class PressureGuard(Callback):
         path = Path(self._given or Path(trainer.default_root_dir) / "pressure.jsonl")
         self._trace = PressureTrace(path if trainer.is_global_zero and not is_trial(trainer) else None)
         self.stopped_for, self._has_warned, self._saved = None, False, ""
-        self._rung = self._acted_at = 0
+        self._rung, self._acted_at = Rung.NONE, 0
         machine, (device, _) = simulated_by(trainer), pool_of(trainer)
         reading = partial(read, device) if machine is None else machine.reading
         self._one_pool = device.type == "cuda" and reading().pool == "unified"
@@ -138,12 +137,14 @@ class PressureGuard(Callback):
         verdict = watch.verdict
         self._judge_step(trainer, batch, watch)
         self._tell_strategy(trainer, verdict)
-        asked = self._agreed(trainer, self._asked(verdict))
-        if asked == _STAY or trainer.should_stop or will_stop(trainer):
+        own = direction_of(verdict, rung=self._rung, acted_at=self._acted_at, samples=self.samples)
+        asked = _agreed(trainer, own)
+        if asked == Direction.STAY or trainer.should_stop or will_stop(trainer):
             return
-        if asked == _DOWN:
+        top = Rung.STOP if asked == Direction.UP_TO_STOP and self.stop else Rung.CHECKPOINT
+        if asked == Direction.DOWN:
             self._trace.write(verdict.pressure, self._down(trainer))
-        elif not self._climb(trainer, _STOP if asked == _UP_TO_STOP and self.stop else _CHECKPOINT, verdict.pressure):
+        elif not self._climb(trainer, top, verdict.pressure):
             return
         self._acted_at = watch.verdict.index
 
@@ -194,38 +195,22 @@ class PressureGuard(Callback):
             self._budget = budget
             self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
 
-    def _asked(self, verdict: Verdict) -> int:
-        """Return the direction that this process's samples since its last action call for."""
-        fresh = verdict.index - self._acted_at
-        later = max(self.samples, _COOL_DOWN)
-        if min(verdict.critical, fresh) >= self.samples:
-            return _UP_TO_STOP
-        if min(verdict.pressed, fresh) >= (later if self._rung else self.samples):
-            return _UP
-        return _DOWN if self._rung and min(verdict.calm, fresh) >= later else _STAY
-
-    @staticmethod
-    def _agreed(trainer: Trainer, asked: int) -> int:
-        """Return the strongest direction that any process calls for."""
-        if trainer.world_size == 1:
-            return asked
-        return int(trainer.strategy.reduce(torch.tensor(asked, device=trainer.strategy.root_device), reduce_op="max"))
-
-    def _climb(self, trainer: Trainer, top: int, pressure: Pressure) -> bool:
+    def _climb(self, trainer: Trainer, top: Rung, pressure: Pressure) -> bool:
         """Take the next possible rung and return whether one was taken; wait for the end of an open window."""
         reason = "memory pressure: " + ("; ".join(pressure.reasons) or "on another process")
-        rungs = (
-            partial(self._say, reason),
-            self._clear,
-            partial(self._shrink, reason),
-            self._checkpoint,
-            partial(self._end_run, reason),
-        )
+        actions = {
+            Rung.WARN: partial(self._say, trainer, reason),
+            Rung.CLEAR: partial(clear, trainer),
+            Rung.SHRINK: partial(shrink, trainer, reason),
+            Rung.CHECKPOINT: partial(checkpoint, trainer),
+            Rung.STOP: partial(self._end_run, trainer, reason),
+        }
         while self._rung < top:
-            if self._rung + 1 >= _CHECKPOINT and window_is_open(trainer):
+            following = Rung(self._rung + 1)
+            if following >= Rung.CHECKPOINT and window_is_open(trainer):
                 return False
-            taken, text = rungs[self._rung](trainer)
-            self._rung += 1
+            taken, text = actions[following]()
+            self._rung = following
             self._trace.write(pressure, text)
             if taken:
                 return True
@@ -234,46 +219,25 @@ class PressureGuard(Callback):
 
     def _down(self, trainer: Trainer) -> str:
         """Go down one rung, undo its action if possible, and return a description."""
-        rung, self._rung = self._rung, self._rung - 1
-        text = f"down to rung {self._rung} of {_STOP}"
-        grow = getattr(trainer.strategy, "grow", None)
-        if rung != _SHRINK or grow is None or not grow("memory pressure is over"):
-            return text
-        return f"{text}, micro-batch grown to {getattr(trainer.strategy, 'micro_batch_size', None)} rows"
+        left, self._rung = self._rung, Rung(self._rung - 1)
+        return f"down to rung {self._rung:d} of {Rung.STOP:d}" + (grow(trainer) if left == Rung.SHRINK else "")
 
-    def _say(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
+    def _say(self, trainer: Trainer, reason: str) -> tuple[bool, str]:
         if not self._has_warned and trainer.is_global_zero:
             log.warning("The machine is running short of memory (%s). The run frees memory where it can.", reason)
         self._has_warned = True
         return True, "warned"
 
-    def _clear(self, trainer: Trainer) -> tuple[bool, str]:
-        device, sources = pool_of(trainer)
-        release_cached_memory(device, sources=sources)
-        return True, "caches cleared"
-
-    def _shrink(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
-        strategy = trainer.strategy
-        shrink = getattr(strategy, "shrink", None)
-        if shrink is None:
-            return False, f"shrink skipped: {type(strategy).__name__} cannot split its batches"
-        if not shrink(reason):
-            return False, f"shrink skipped: {type(strategy).__name__} cannot split its batches further"
-        return True, f"micro-batch shrunk to {getattr(strategy, 'micro_batch_size', None)} rows"
-
-    def _checkpoint(self, trainer: Trainer) -> tuple[bool, str]:
-        if is_trial(trainer):
-            return False, "checkpoint skipped: fast_dev_run keeps nothing"
-        own = run_checkpoint(trainer)
-        if own is not None:
-            own.request()
-            return True, f"checkpoint due at step {trainer.global_step}"
-        failure = write_state(trainer, Path(trainer.default_root_dir) / _FILE)
-        return failure is None, f"checkpoint skipped: {failure}" if failure else f"checkpoint saved: {_FILE}"
-
-    def _end_run(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
+    def _end_run(self, trainer: Trainer, reason: str) -> tuple[bool, str]:
         if is_trial(trainer):
             return False, "stop skipped: fast_dev_run ends soon"
         self.stopped_for = reason
-        self._saved = stop_cleanly(trainer, otherwise=_FILE)
+        self._saved = stop_cleanly(trainer, otherwise=FILE)
         return True, f"stopped at step {trainer.global_step}, state in {self._saved}"
+
+
+def _agreed(trainer: Trainer, asked: Direction) -> int:
+    """Return the strongest direction that any process calls for."""
+    if trainer.world_size == 1:
+        return asked
+    return int(trainer.strategy.reduce(torch.tensor(asked, device=trainer.strategy.root_device), reduce_op="max"))

@@ -111,7 +111,7 @@ class PressureWatch:
         self._read, self._every_s, self._samples, self._trace = read, every_s, samples, trace
         self._over = threading.Event()
         self._failed = False
-        self._told = "normal"
+        self._level = "normal"
         self._thread = threading.Thread(target=self._run, name="memory-pressure", daemon=True)
         self.verdict = Verdict(pressure=_unknown("no sample yet"))
         self.thrashing = ""
@@ -142,8 +142,8 @@ class PressureWatch:
         if not level and verdict.calm >= self._samples:
             level = "normal"
         self.verdict = verdict
-        if level and level != self._told:
-            self._told = level
+        if level and level != self._level:
+            self._level = level
             self._trace.write(pressure, "over" if level == "normal" else "noticed")
 
     def _run(self) -> None:

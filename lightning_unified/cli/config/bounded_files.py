@@ -41,7 +41,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, its texts without control characters.
+    """Return the content of a JSON file, its texts made `printable`.
 
     Raises:
         ConfigurationError: If the file is larger than 64 MiB, nests too deep, or is no JSON.
@@ -53,8 +53,11 @@ def read_json(path: Path) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return `text` without control characters, which may change what a terminal shows; tabs and newlines stay."""
-    return _CONTROLS.sub("", text)
+    """Return `text` with a replacement for every character that a terminal would obey instead of showing.
+
+    Tabs and newlines stay.
+    """
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _text(path: Path, largest: int) -> str:

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from lightning_unified.cli.config.composition import groups
 from lightning_unified.cli.config.overrides import check_overrides
 
-__all__ = ["help_text"]
+__all__ = ["groups_in_words", "help_text"]
 
 _HEAD = """\
 Train a model inside a memory budget.
@@ -45,10 +45,11 @@ def help_text(program: str, overrides: Sequence[str], *, multirun: bool = False)
         ConfigurationError: If an override names an unknown group, choice or key.
     """
     config = check_overrides(overrides, multirun=multirun).config
-    rows = [f"  {group:<11}{', '.join(choices)}" for group, choices in sorted(groups().items()) if _shown(group)]
-    head = _HEAD.format(program=program, groups="\n".join(rows), overrides=" ".join(overrides))
+    head = _HEAD.format(program=program, groups=groups_in_words(), overrides=" ".join(overrides))
     return head + OmegaConf.to_yaml(config)
 
 
-def _shown(group: str) -> bool:
-    return not group.startswith(("hydra", "platform"))
+def groups_in_words() -> str:
+    """Return a line for each group that a user chooses from; call it inside `searching`."""
+    shown = {name: choices for name, choices in sorted(groups().items()) if not name.startswith(("hydra", "platform"))}
+    return "\n".join(f"  {name:<11}{', '.join(choices)}" for name, choices in shown.items())

@@ -8,7 +8,7 @@ from typing import Literal, NoReturn
 
 from typing_extensions import override
 
-from lightning_unified.cli.config.composition import groups
+from lightning_unified.cli.config.help import groups_in_words
 from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
@@ -157,10 +157,5 @@ def _check(asked: Asked) -> None:
 
 def help_text() -> str:
     """Return the help; call it inside `searching`."""
-    shown = [
-        f"  {name:<11}{', '.join(choices)}"
-        for name, choices in sorted(groups().items())
-        if not name.startswith(("hydra", "platform"))
-    ]
     flags = [f"  {f'{flag} {value}':<32}{words}" for flag, (value, words) in FLAGS.items()]
-    return _HEAD.format(groups="\n".join(shown), flags="\n".join(flags))
+    return _HEAD.format(groups=groups_in_words(), flags="\n".join(flags))

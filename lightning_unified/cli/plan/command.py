@@ -17,11 +17,10 @@ from lightning_unified.cli.plan.arguments import Asked, help_text, parse
 from lightning_unified.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_unified.cli.plan.planner_calls import Backend
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.subject import Subject
     from lightning_unified.cli.plan.target_machine import Target
-    from lightning_unified.cost_model.generation.networks import Generated
+    from lightning_unified.cost_model.generation import Generated
 
 __all__ = ["main"]
 
@@ -29,12 +28,11 @@ _OF_A_RUN = ("resume", "run_dir")
 _OF_A_MODEL = ("model", "data", "platform")
 
 
-def main(argv: Sequence[str], *, backend: "Backend | None" = None, config_path: str = PACKAGED) -> int:
+def main(argv: Sequence[str], *, config_path: str = PACKAGED) -> int:
     """Print the plan; return 0, 1 if nothing fits or planning failed, 2 for an invalid request.
 
     Args:
         argv: Overrides and flags.
-        backend: The planner's functions; default this package's.
         config_path: The configuration: a folder or `pkg://package.name`.
     """
     try:
@@ -51,17 +49,16 @@ def main(argv: Sequence[str], *, backend: "Backend | None" = None, config_path: 
             if asked.help:
                 sys.stdout.write(help_text())
                 return 0
-            return _plan(asked, backend)
+            return _plan(asked)
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
 
 
-def _plan(asked: Asked, backend: "Backend | None") -> int:
+def _plan(asked: Asked) -> int:
     """Plan the requested run and show the page; call it inside `searching`."""
     _check_keys(asked)
     config = check_overrides(asked.overrides, multirun=False).config
     # Import slowly loading modules only after the checks that need none of them.
-    from lightning_unified.cli.plan.planner_calls import real_backend
     from lightning_unified.cli.plan.show import page_console, waiting
     from lightning_unified.cli.plan.subject import subject_of
     from lightning_unified.cli.plan.target_machine import configured_for, target_of
@@ -79,26 +76,24 @@ def _plan(asked: Asked, backend: "Backend | None") -> int:
     with waiting("building the module without its weights"):
         subject = subject_of(asked, config, precision=target.precision.precision)
     with waiting("tracing the step"):
-        page = _page(
-            asked, config, backend or real_backend(), subject=subject, target=target, precision=asked_precision
-        )
+        page = _page(asked, config, subject=subject, target=target, precision=asked_precision)
     return page.show(asked, page_console())
 
 
-def _page(
-    asked: Asked, config: DictConfig, planner: "Backend", *, subject: "Subject", target: "Target", precision: str
-) -> "Page":
+def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Target", precision: str) -> "Page":
     """Plan for the target and the other machines, and return the page; `precision` is the requested one."""
     from lightning_unified.cli.plan.planner_calls import fits_where, with_phases
     from lightning_unified.cli.plan.show import Page
+    from lightning_unified.cost_model import rates
+    from lightning_unified.planner import predict
 
     trainer = {"trainer": subject.trainer}
     planned = partial(
-        planner.plan,
+        predict.plan,
         subject.module,
         budget=target.budget.bytes,
         device=target.backend,
-        rates=None if target.name is None else planner.rates(target.name),
+        rates=None if target.name is None else rates.tabled_rates(target.name),
         precision=target.precision.precision,
         **_options(config),
         **trainer,
@@ -111,7 +106,7 @@ def _page(
     where = ()
     if asked.fits_where:  # choices of a tier or of this hardware do not apply to other machines
         own = _options(config, only={key_of(override) for override in parse_overrides(asked.overrides)})
-        where = fits_where(subject, backend=planner, precision=precision, options=own | trainer)
+        where = fits_where(subject, precision=precision, options=own | trainer)
     generation = None if asked.generate is None else _generation(asked, subject, precision=target.precision.precision)
     return Page(subject=subject, target=target, plan=plan, machines=where, generation=generation)
 
@@ -119,7 +114,7 @@ def _page(
 def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generated":
     """Return the memory of a generation, by default with the batch's rows and length."""
     from lightning_unified.cli.plan.example_batches import length_of
-    from lightning_unified.cost_model.generation.networks import generated
+    from lightning_unified.cost_model.generation import generated
 
     rows, prompt = asked.rows or subject.rows, asked.prompt or length_of(subject.batch)
     if rows is None or prompt is None:

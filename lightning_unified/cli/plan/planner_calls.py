@@ -1,44 +1,23 @@
 """Calls to the planner: the phases of a fit, and the same step on every simulated machine."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_unified.cli.plan.subject import Subject
+from lightning_unified.cost_model import rates
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.render import MachinePlan, does_fit
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Budget, resolve_budget
 from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
+from lightning_unified.planner import predict
 from lightning_unified.precision import choose_precision, platform_of
 from lightning_unified.units import format_bytes
 
-__all__ = ["Backend", "fits_where", "real_backend", "with_phases"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backend:
-    """The planner's functions that the command calls; tests replace them.
-
-    Attributes:
-        plan: `planner.predict.plan`.
-        plan_many: `planner.predict.plan_many`.
-        rates: Returns the tabled rates of a machine by its name, or None.
-    """
-
-    plan: "Callable[..., Plan]"
-    plan_many: "Callable[..., Mapping[str, Plan]]"
-    rates: Callable[[str], Any]
-
-
-def real_backend() -> Backend:
-    """Return the planner of this package."""
-    from lightning_unified.cost_model.rates import tabled_rates
-    from lightning_unified.planner.predict import plan, plan_many
-
-    return Backend(plan=plan, plan_many=plan_many, rates=tabled_rates)
+__all__ = ["fits_where", "with_phases"]
 
 
 def with_phases(plan: Plan, others: Mapping[str, Plan]) -> Plan:
@@ -62,7 +41,8 @@ def _phase_in_words(plan: Plan) -> str:
     found = plan.prediction
     if found is None or not does_fit(plan):
         return "does not fit"
-    return f"{found.rows} × {found.parts} rows, {format_bytes(found.step_bytes)}"
+    split = "1 micro-batch of" if found.parts == 1 else f"{found.parts} micro-batches of up to"
+    return f"{split} {found.rows} rows, {format_bytes(found.step_bytes)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +56,6 @@ class _Machine:
 def fits_where(
     subject: Subject,
     *,
-    backend: Backend,
     precision: str,
     options: Mapping[str, Any],
     machines: Iterable[str] = tuple(PROFILES),
@@ -87,7 +66,6 @@ def fits_where(
 
     Args:
         subject: The module, trainer and batch to plan.
-        backend: The planner's functions.
         precision: The requested precision; `"auto"` is each machine's best.
         options: Passed to the planner for each machine.
         machines: Names of simulated machines.
@@ -96,11 +74,15 @@ def fits_where(
     plans: dict[str, Any] = {}
     for each in dict.fromkeys(machine.precision for machine in known if machine.precision):
         group = {
-            machine.entry.name: (machine.entry.backend, machine.entry.budget_bytes, backend.rates(machine.entry.name))
+            machine.entry.name: (
+                machine.entry.backend,
+                budget,
+                rates.tabled_rates(machine.entry.name),
+            )
             for machine in known
-            if machine.precision == each
+            if machine.precision == each and (budget := machine.entry.budget_bytes) is not None
         }
-        plans.update(backend.plan_many(subject.module, subject.batch, group, precision=each, **options))
+        plans.update(predict.plan_many(subject.module, subject.batch, group, precision=each, **options))
     return tuple(replace(machine.entry, plan=plans.get(machine.entry.name)) for machine in known)
 
 

@@ -13,9 +13,17 @@ from rich.console import Console
 from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
 from lightning_unified.cli.plan.target_machine import Target
-from lightning_unified.cost_model.generation.networks import Generated
+from lightning_unified.cost_model.generation import Generated
 from lightning_unified.cost_model.plan import Plan
-from lightning_unified.cost_model.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
+from lightning_unified.cost_model.render import (
+    MachinePlan,
+    does_fit,
+    least_bytes,
+    sheet_of,
+    to_markdown,
+    to_png,
+    to_terminal,
+)
 from lightning_unified.cost_model.render.planned import recomputed
 from lightning_unified.cost_model.render.tables import generation_table
 from lightning_unified.errors import ConfigurationError
@@ -49,15 +57,15 @@ class Page:
         common: dict[str, Any] = {"title": self.title, "watermarks": self.target.marks}
         budget, generation = self.target.budget.bytes, self.generation
         more = [] if generation is None else [generation_table(generation, budget_bytes=budget)]
-        page = common | {"facts": self.facts, "machines": self.machines, "more": more}
+        sheet = sheet_of(self.plan, **common, facts=self.facts, machines=self.machines, more=more)
         if asked.markdown is not None:
-            _write(asked.markdown, to_markdown(self.plan, **page))
+            _write(asked.markdown, to_markdown(sheet))
         if asked.png is not None:
             to_png(self.plan, asked.png, **common)
         if asked.json:
             sys.stdout.write(json.dumps(self.as_json(), indent=2) + "\n")
         else:
-            console.print(to_terminal(self.plan, **page))
+            console.print(to_terminal(sheet))
         if does_fit(self.plan):
             return 0
         sys.stderr.write(f"error: {self.refusal}\n")

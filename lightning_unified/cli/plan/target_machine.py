@@ -1,19 +1,17 @@
 """The machine of a plan: this one, a simulated one, or a stand-in for hardware that is not present."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from omegaconf import DictConfig, open_dict
 
-from lightning_unified.cli.config.binding import make
 from lightning_unified.cli.config.composition import composed
 from lightning_unified.cli.config.resume import merged_overrides
+from lightning_unified.cli.run.machine import hardware_settings, sources_of
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware import (
     Budget,
-    HardwareSettings,
     Reading,
     Sources,
     Watermarks,
@@ -26,7 +24,7 @@ from lightning_unified.hardware import (
     resolve_budget,
     watermarks,
 )
-from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
+from lightning_unified.hardware.simulated import PROFILES
 from lightning_unified.hardware.simulated.profiles import Profile
 from lightning_unified.precision import PrecisionChoice, choose_precision, platform_of
 
@@ -78,7 +76,7 @@ def configured_for(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCo
         HardwareError: If the hardware is not present and the budget is no amount, or the hardware contradicts `simulate`.
     """
     simulate, hardware = config.simulate, str(config.hardware.name)
-    sources = Sources.live() if simulate is None else SimulatedMachine(simulate, environ=os.environ).sources
+    sources = sources_of(simulate)
     if hardware == "auto":
         return composed(merged_overrides(list(overrides), [f"hardware={detect(sources)}"])).config, simulate
     try:
@@ -97,9 +95,8 @@ def target_of(config: DictConfig, machine: str | None) -> Target:
         BudgetError: If the budget exceeds its pool.
         PrecisionError: If the machine does not support the precision.
     """
-    given: HardwareSettings = make("hardware", config.hardware)
-    simulated = None if machine is None else SimulatedMachine(machine, environ=os.environ)
-    sources = Sources.live() if simulated is None else simulated.sources
+    given = hardware_settings(config)
+    sources = sources_of(machine)
     reading = read("cpu" if given.accelerator == "cpu" else "auto", sources=sources)
     settings = given.resolve(reading, capabilities(reading, sources=sources), sources=sources)
     settings = replace(settings, **_NO_WORKERS)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning import LightningModule
 
     from lightning_unified.cli.run.parts import Parts
+    from lightning_unified.hardware import Sources
 
 __all__ = ["Job", "Outcome"]
 
@@ -94,12 +95,12 @@ class Job:
                 f"run_dir={_short(directory)} holds the checkpoints of another run; {_resume_override(directory)} goes on with it, "
                 "another run_dir leaves it as it is."
             )
-        config, changes = self._configuration(directory)
+        config, changes, sources = self._configuration(directory)
         # Import slowly loading modules only after the checks that need none of them.
         from lightning_unified.cli.run.machine import check_settings, prepare
 
         check_settings(config)
-        machine = prepare(config)
+        machine = prepare(config, sources)
         if self.saved is not None:
             check_steps_left(self.saved, config.trainer.max_steps)
         check_binding(config)
@@ -127,7 +128,6 @@ class Job:
         validation_loss = finish(
             parts,
             config=config,
-            machine=machine,
             directory=directory,
             resume_command=resume_command,
             stopped=relieved or stopped_by is not None,
@@ -135,22 +135,22 @@ class Job:
         code = TERMINATED if stopped_by == signal.SIGTERM else 0
         return Outcome(exit_code=code, objective=validation_loss, stops_sweep=stopped_by is not None)
 
-    def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change]]:
-        """Return the final configuration, `hardware=auto` resolved, and the changes of a resumed run."""
+    def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
+        """Return the final configuration, the changes of a resumed run, and the opened machine.
+
+        `hardware=auto` becomes the hardware that was found.
+        """
+        from lightning_unified.cli.run.machine import open_machine
         from lightning_unified.cli.run.screen import show_note
+        from lightning_unified.hardware import describe, detect
 
         choices = dict(HydraConfig.get().runtime.choices)
         config, changes = self.config, []
         if self.saved is not None:
             resumed, changes = joined(self.saved, self.given)
             config = relocated(resumed.config, directory)
-        elif choices.get("hardware") == "auto":
-            from lightning_unified.cli.run.machine import sources_of
-            from lightning_unified.hardware import describe, detect, prepare_allocators
-
-            sources = sources_of(config.simulate)
-            # Detection creates the accelerator's allocator, so its environment is set first.
-            prepare_allocators(config.memory.budget, sources=sources)
+        sources = open_machine(config)
+        if self.saved is None and choices.get("hardware") == "auto":
             found = detect(sources)
             config = composed(merged_overrides(list(HydraConfig.get().overrides.task), [f"hardware={found}"])).config
             show_note(f"hardware=auto found hardware={found}: {describe(sources)}")
@@ -159,7 +159,7 @@ class Job:
                 config["name"] = choices.get("model")
             config["run_dir"] = str(directory)
             config["resume"] = None if self.saved is None else str(self.saved.directory)
-        return config, changes
+        return config, changes, sources
 
     def _fit(self, parts: "Parts") -> None:
         """Train; convert errors before the first batch into configuration errors."""

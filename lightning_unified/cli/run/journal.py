@@ -36,12 +36,12 @@ class Journal(Callback):
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._told = 0
+        self._written = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         keeps = trainer.is_global_zero and not is_trial(trainer) and "://" not in str(trainer.default_root_dir)
-        self._path, self._told = Path(trainer.default_root_dir) / JOURNAL if keeps else None, 0
+        self._path, self._written = Path(trainer.default_root_dir) / JOURNAL if keeps else None, 0
         if keeps:
             self._write(
                 trainer,
@@ -75,9 +75,9 @@ class Journal(Callback):
 
     def _catch_up(self, trainer: Trainer) -> None:
         events = getattr(trainer.strategy, "events", [])
-        while self._told < len(events):
-            self._told += 1
-            self._write(trainer, "event", events[self._told - 1])
+        while self._written < len(events):
+            self._written += 1
+            self._write(trainer, "event", events[self._written - 1])
 
     def _write(self, trainer: Trainer, kind: str, text: str, **more: Any) -> None:
         if self._path is None:
@@ -111,7 +111,7 @@ def _plan(trainer: Trainer) -> dict[str, Any] | None:
 def _machine(trainer: Trainer, module: LightningModule) -> Mapping[str, Any]:
     """Return the machine's figures and versions, None where unknown."""
     device, sources = pool_of(trainer)
-    reading = read(device) if sources is None else read(device, sources=sources)
+    reading = read(device, sources=sources)
     budget = getattr(trainer.strategy, "budget", None)
     marks = None if budget is None else watermarks(budget, reading, (sources or Sources.live()).environ)
     return {

@@ -1,4 +1,4 @@
-"""Prepare the machine: check hardware, set environment and threads, resolve the budget."""
+"""Prepare the machine: check hardware, set environment and threads."""
 
 import os
 from collections.abc import MutableMapping
@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_unified.cli.config.binding import make
 from lightning_unified.errors import ConfigurationError, HardwareError
 from lightning_unified.hardware import (
-    Budget,
     HardwareSettings,
     Reading,
     Sources,
@@ -24,7 +23,7 @@ from lightning_unified.hardware import (
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.precision import full_name
 
-__all__ = ["Machine", "check_settings", "prepare", "sources_of"]
+__all__ = ["Machine", "check_settings", "hardware_settings", "open_machine", "prepare", "sources_of"]
 
 # With a simulated machine these settings are resolved for this machine's cores, the others for the simulated device.
 _DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "start_method", "host_threads")
@@ -32,17 +31,15 @@ _DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine of a run, resolved.
+    """The machine of a run, resolved; the strategy resolves the budget, on its own device.
 
     Args:
         reading: The pool before anything was allocated.
         settings: The hardware settings, all `auto` values resolved.
-        budget: Bytes that this run may use.
     """
 
     reading: Reading
     settings: HardwareSettings
-    budget: Budget
 
 
 def sources_of(simulate: str | None) -> Sources:
@@ -54,22 +51,38 @@ def sources_of(simulate: str | None) -> Sources:
     return Sources.live() if simulate is None else SimulatedMachine(simulate, environ=os.environ).sources
 
 
-def prepare(config: DictConfig) -> Machine:
-    """Check and prepare the machine for `config`, and write the resolved hardware settings into it.
+def open_machine(config: DictConfig) -> Sources:
+    """Return the sources of the machine of `config`, with the allocators' settings written.
+
+    Call it before anything reads the device: a reading creates the accelerator's allocator, which then reads its settings.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        HardwareError: If there is no simulated machine of that name.
+    """
+    sources = sources_of(config.simulate)
+    prepare_allocators(config.memory.budget, sources=sources)
+    return sources
+
+
+def prepare(config: DictConfig, sources: Sources) -> Machine:
+    """Check the machine for `config`, and write the resolved hardware settings into it.
+
+    Args:
+        config: The configuration, `hardware=auto` replaced by the hardware that was found.
+        sources: The machine's sources, from `open_machine`.
 
     Raises:
         HardwareError: If the requested hardware is absent, or contradicts the simulated machine.
         BudgetError: If the budget exceeds the pool.
     """
-    given: HardwareSettings = make("hardware", config.hardware)
-    sources = sources_of(config.simulate)
+    given = hardware_settings(config)
     if config.simulate is not None:
         _check_simulation(config, given, SimulatedMachine(config.simulate))
-    prepare_allocators(config.memory.budget, sources=sources)
     require(given.name, sources)
     on_cpu = given.accelerator == "cpu" and config.simulate is None
     reading = read("cpu" if on_cpu else "auto", sources=sources)
-    budget = resolve_budget(config.memory.budget, reading)
+    resolve_budget(config.memory.budget, reading)  # refuse an impossible budget before the model is built
     settings = given.resolve(reading, capabilities(reading, sources=sources), sources=sources)
     if config.simulate is not None:
         here = given.resolve(read("cpu"), capabilities("cpu"))
@@ -77,7 +90,13 @@ def prepare(config: DictConfig) -> Machine:
     with open_dict(config):
         config.hardware.update({field.name: getattr(settings, field.name) for field in fields(settings)})
     _set_threads(int(settings.host_threads), os.environ)
-    return Machine(reading=reading, settings=settings, budget=budget)
+    return Machine(reading=reading, settings=settings)
+
+
+def hardware_settings(config: DictConfig) -> HardwareSettings:
+    """Return the hardware settings as written, with the full name of the precision."""
+    given: HardwareSettings = make("hardware", config.hardware)
+    return replace(given, precision=full_name(given.precision))
 
 
 def _check_simulation(config: DictConfig, given: HardwareSettings, machine: SimulatedMachine) -> None:

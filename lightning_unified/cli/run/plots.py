@@ -1,10 +1,12 @@
 """PNG plots of a run's metrics over the step: losses, memory, and rewards and games if logged."""
 
-import csv
+import math
 import re
 from pathlib import Path
 
-__all__ = ["draw_plots", "read_metrics"]
+from lightning_unified.cli.run.metrics import Curve, read_curves
+
+__all__ = ["draw_plots"]
 
 _PLOTS = {
     "loss.png": ("loss", r"(train|val)/loss", 1.0),
@@ -16,23 +18,9 @@ _PLOTS = {
 _FEW = 3  # lines; a legend inside the axes hides none of them
 
 
-def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the columns of a `metrics.csv` as (step, value) pairs, without empty cells."""
-    columns: dict[str, list[tuple[int, float]]] = {}
-    if not path.is_file():
-        return columns
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            step = row.get("step") or ""
-            for name, value in row.items():
-                if step and value and name not in {"step", "epoch"}:
-                    columns.setdefault(name, []).append((int(float(step)), float(value)))
-    return columns
-
-
 def draw_plots(metrics: Path, directory: Path) -> list[Path]:
     """Draw a plot for each known group of columns in `metrics` into `directory`, and return the files."""
-    columns = read_metrics(metrics)
+    columns = read_curves([metrics] if metrics.is_file() else [])
     drawn = []
     for file, (label, pattern, unit) in _PLOTS.items():
         present = sorted(name for name in columns if re.fullmatch(pattern, name))
@@ -43,7 +31,7 @@ def draw_plots(metrics: Path, directory: Path) -> list[Path]:
     return drawn
 
 
-def _draw(columns: dict[str, list[tuple[int, float]]], *, label: str, unit: float, path: Path) -> None:
+def _draw(columns: dict[str, Curve], *, label: str, unit: float, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -51,15 +39,9 @@ def _draw(columns: dict[str, list[tuple[int, float]]], *, label: str, unit: floa
     figure = Figure(figsize=(9 if is_crowded else 7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, points in columns.items():
-        steps, values = zip(*points, strict=True)
-        axes.plot(
-            steps,
-            [value / unit for value in values],
-            label=name,
-            marker="o" if len(points) < 20 else None,
-            markersize=3,
-        )
+    for name, curve in columns.items():
+        values = [math.nan if value is None else value / unit for value in curve.values]
+        axes.plot(curve.steps, values, label=name, marker="o" if len(values) < 20 else None, markersize=3)
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)

@@ -1,45 +1,47 @@
 """The end of a run: write plan, summary, samples and plots, and print the summary."""
 
 import math
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig
 
+from lightning_unified.cli.config.bounded_files import printable
 from lightning_unified.cli.run.json_files import versions, write_json
-from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.screen import show_summary
-from lightning_unified.hardware import Reading, read
-from lightning_unified.models.samples import SampleWriter
+from lightning_unified.hardware import Budget, Reading, read
 
-__all__ = ["finish", "printable"]
-
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # a terminal would obey these; a byte-level model may write them
+__all__ = ["finish"]
 
 _VALIDATION = "val/"
 
 
-def finish(
-    parts: Parts, *, config: DictConfig, machine: Machine, directory: Path, resume_command: str, stopped: bool
-) -> float:
+@runtime_checkable
+class SampleWriter(Protocol):
+    """A module that writes a few texts after training, for a person to look at."""
+
+    def write_samples(self, *, seed: int) -> list[str]:
+        """Return texts of the model, the same for the same weights and `seed`; none if it cannot write any."""
+        ...
+
+
+def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command: str, stopped: bool) -> float:
     """Write and print the results of a run, and return its validation loss (NaN if there is none).
 
     A stopped run skips validation, baselines and samples, so that the process ends soon.
     """
+    budget = getattr(parts.trainer.strategy, "budget", None)  # of the training; a validation resolves it anew
     validation = _validation(parts, stopped=stopped)
     baselines = {} if stopped else _baselines(parts.data)
     samples = [] if stopped else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
     plan = getattr(parts.trainer.strategy, "plan", None)
-    summary = _summary(parts, machine=machine, config=config) | {
+    summary = _summary(parts, budget=budget, config=config) | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
         "resume_command": resume_command,
     }
@@ -65,11 +67,6 @@ def _samples(module: LightningModule, callbacks: Iterable[object], *, seed: int)
     return [printable(text) for text in texts]
 
 
-def printable(text: str) -> str:
-    """Return `text` with a replacement for every character that a terminal would obey instead of showing."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
 def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
     """Return the metrics of the last validation without `val/`; validate first if the weights have changed since."""
     trainer = parts.trainer
@@ -91,7 +88,7 @@ def _named(baselines: Mapping[str, float]) -> dict[str, float]:
     return {f"Kneser–Ney {name}": value for name, value in baselines.items()}
 
 
-def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str, Any]:
+def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict[str, Any]:
     """Return `summary.json` without validation and resume command; None where a value is unknown."""
     trainer, strategy, count = parts.trainer, parts.trainer.strategy, parts.throughput
     own_reading = getattr(strategy, "reading", None)
@@ -105,7 +102,7 @@ def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str,
         "parameters": parts.parameters,
         "device": getattr(strategy, "told_device", reading.device),
         "pool": reading.pool,
-        "budget_bytes": machine.budget.bytes,
+        "budget_bytes": None if budget is None else budget.bytes,
         "effective_batch_size": getattr(strategy, "effective_batch_size", None) or config.data.get("batch_size"),
         "micro_batch_size": getattr(strategy, "micro_batch_size", None),
         "recompute": _recompute(plan, parts.module),

@@ -67,10 +67,12 @@ def show_start(config: DictConfig, machine: Machine, *, module: LightningModule)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for group, text in _compact(config):
         table.add_row(f"[bold]{escape(group)}[/bold]", escape(text))
-    reading, budget = machine.reading, machine.budget
+    reading, budget = machine.reading, getattr(module.trainer.strategy, "budget", None)
     pool = f"{reading.name} ({reading.device}), {reading.pool} pool of {format_bytes(reading.total.bytes)}, {format_bytes(reading.available.bytes)} available"
     table.add_row("[bold]device[/bold]", escape(pool))
-    table.add_row("[bold]budget[/bold]", escape(f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"))
+    kept = "none: only the unified strategies keep a budget"
+    kept = kept if budget is None else f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"
+    table.add_row("[bold]budget[/bold]", escape(kept))
     for name, text in _used(config, machine, module.trainer):
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     table.add_row("[bold]size[/bold]", f"{count_parameters(module):,} parameters")
@@ -165,11 +167,8 @@ def show_summary(
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
     effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
-    split = (
-        "the whole batch at once"
-        if micro is None or (effective is not None and micro >= effective)
-        else f"{micro} rows at a time"
-    )
+    is_whole = micro is None or (effective is not None and micro >= effective)
+    split = "one micro-batch" if is_whole else f"micro-batches of up to {micro} rows"
     yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
     yield (
         "batch",
@@ -180,7 +179,8 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
     predicted = f", {format_bytes(peak['predicted'])} predicted," if peak.get("predicted") is not None else ""
     yield (
         "memory",
-        f"peak {format_bytes(peak['measured'])} ({peak['source']}){predicted} of a budget of {format_bytes(summary['budget_bytes'])}",
+        f"peak {format_bytes(peak['measured'])} ({peak['source']}){predicted}"
+        + ("" if summary["budget_bytes"] is None else f" of a budget of {format_bytes(summary['budget_bytes'])}"),
     )
     tokens, rows = summary["tokens_per_second"], summary["samples_per_second"]
     since = f" since step {first_step}" if first_step else ""

@@ -1,8 +1,7 @@
 """Find this user's live runs by their record files, and remove the files of dead ones."""
 
-import os
+import contextlib
 import platform
-import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -13,10 +12,7 @@ from lightning_unified.status import RunRecord, parse_record
 
 __all__ = ["running"]
 
-_PATIENCE_S = 3.0
 _CLOCK_SLACK_S = 60.0  # setting the clock moves the boot time
-_SILENT_S = 600.0  # where processes cannot be listed, a run without updates for this long counts as ended
-_PS_LINE = re.compile(r"\s*(\d+)\s+(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*")  # pid and [[dd-]hh:]mm:ss
 _FORGOTTEN_S = 7 * 86400.0  # files of another machine or version are kept for a week
 
 
@@ -25,7 +21,7 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
 
     Args:
         directory: The folder of the record files, from `runs_directory`; None or absent means no runs.
-        sources: Lists processes: procfs, else `ps`.
+        sources: Returns when a process began.
     """
     found = []
     for path in sorted(directory.glob("*")) if directory is not None else []:
@@ -36,7 +32,8 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
             ended = _has_ended(record, sources)
             found += [] if ended else [record]
         if ended:
-            _remove(path)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
     return sorted(found, key=lambda record: (record.started, record.pid))
 
 
@@ -57,54 +54,5 @@ def _untouched_s(path: Path) -> float:
 
 def _has_ended(record: RunRecord, sources: Sources) -> bool:
     """Return whether the process is gone, or its id belongs to a process that began after the record was written."""
-    known, began = _process(record.pid, sources)
-    updated = datetime.fromisoformat(record.updated).timestamp()
-    if not known:
-        return time.time() - updated > _SILENT_S
-    return began is None or began > updated + _CLOCK_SLACK_S
-
-
-def _process(pid: int, sources: Sources) -> tuple[bool, float | None]:
-    """Return whether processes can be listed, and the start of process `pid`.
-
-    The start is in seconds since 1970; None if there is no such process.
-
-    Source:
-        Linux `man 5 proc`: field 3 of `stat` is the state, field 22 the ticks from boot to the start. Fields are counted from behind
-        the name, which may contain any character. `ps` is POSIX.
-    """
-    boot = next(
-        (
-            line.split()[1]
-            for line in (read_text(sources.proc / "stat") or "").splitlines()
-            if line.startswith("btime ")
-        ),
-        "",
-    )
-    if boot.isdigit():
-        rest = (read_text(sources.proc / str(pid) / "stat") or "").rpartition(")")[2].split()
-        if len(rest) < 20 or rest[0] in "ZX":
-            return True, None
-        return True, int(boot) + int(rest[19]) / os.sysconf("SC_CLK_TCK")
-    own = os.getpid()  # always exists: a list without it is no answer
-    out = sources.run(["ps", "-o", "pid=,etime=", "-p", f"{own},{pid}"], _PATIENCE_S) or ""
-    ages = {words[0]: words[1] for words in map(str.split, out.splitlines()) if len(words) == 2}
-    if str(own) not in ages:
-        return False, None
-    return True, time.time() - _seconds(ages[str(pid)]) if str(pid) in ages else None
-
-
-def _seconds(etime: str) -> int:
-    """Return the seconds of `[[dd-]hh:]mm:ss`."""
-    days, _, clock = etime.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = 60 * seconds + int(part)
-    return int(days or 0) * 86400 + seconds
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return
+    began = sources.process_start(record.pid)
+    return began is None or began > datetime.fromisoformat(record.updated).timestamp() + _CLOCK_SLACK_S

@@ -24,105 +24,34 @@ Cast = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
 
 _LOW = (torch.float16, torch.bfloat16)
 
-_RAISED = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "batch_norm",
-    "frobenius_norm",
-    "nuclear_norm",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "cumprod",
-    "cumsum",
-    "prod",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-]
+_RAISED = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm",
+    "frobenius_norm", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss",
+    "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
+    "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "cumprod", "cumsum", "prod",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d",
+)  # fmt: skip
 _RAISED_INSIDE = ("sum", "linalg_vector_norm", "linalg_matrix_norm")  # read half precision, sum in float32
 _SOFTMAX = ("softmax", "log_softmax")
 _PROMOTED = (
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
-)
+)  # fmt: skip
 _LOWERED = ("addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention")
-_CPU_RAISES = [
-    "avg_pool3d",
-    "max_pool3d",
-    "adaptive_avg_pool3d",
-    "pad",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-    "polar",
-    "quantile",
-    "nanquantile",
-    "trace",
+_CPU_RAISES = (
+    "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "pad", "reflection_pad1d", "reflection_pad2d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d", "polar", "quantile", "nanquantile", "trace",
     "ctc_loss",
-]
+)  # fmt: skip
 
 _KEYS = {"cuda": "AutocastCUDA", "rocm": "AutocastCUDA", "mps": "AutocastMPS"}
 
 
 def casts_of(backend: str) -> Mapping[str, Cast]:
-    """Return the casts on which the target's autocast differs from the CPU's, by operation.
-
-    Args:
-        backend: `"cuda"`, `"rocm"` or `"mps"`.
-    """
+    """Return the casts on which the target's autocast differs from the CPU's, by operation."""
     key = _KEYS[backend]
     halves = (torch.float16,) if key == "AutocastCUDA" else ()
     casts: dict[str, Cast] = {}
@@ -131,7 +60,7 @@ def casts_of(backend: str) -> Mapping[str, Cast]:
     casts |= {name: _softmax(name, halves=halves) for name in _SOFTMAX if _casts(name, key)}
     casts |= {name: _promoted for name in _PROMOTED if _casts(name, key)}
     casts |= {name: _lowered for name in _LOWERED if _casts(name, key)}
-    casts |= {name: _as_it_is for name in _CPU_RAISES if not _casts(name, key)}
+    casts |= {name: _run for name in _CPU_RAISES if not _casts(name, key)}
     casts["cross_entropy_loss"] = _cross_entropy
     return casts
 
@@ -160,10 +89,6 @@ def _to(dtype: torch.dtype, arguments: Any) -> Any:
 def _run(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C._DisableAutocast():
         return operation(*args, **kwargs)
-
-
-def _as_it_is(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _run(operation, args, kwargs)
 
 
 def _raised(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,16 +128,12 @@ def _softmax(name: str, *, halves: tuple[torch.dtype, ...]) -> Cast:
     return cast
 
 
-def _cross_entropy(
-    operation: Operation,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _cross_entropy(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast inside cross entropy: log-softmax keeps the logits' precision, its results are raised.
 
     Source:
         torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's allocations under bfloat16 confirm it
-        (tests/cost_model/recorded/gpt_fixed.json.gz).
+        (tests/cost_model/memory/recorded/gpt_fixed.json.gz).
     """
 
     def low(

@@ -9,10 +9,16 @@ __all__ = ["replaced"]
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` inside the block, and restore it afterwards."""
-    former = getattr(owner, name)
+    """Set `owner.name` to `value` inside the block, and restore it afterwards.
+
+    A name that the owner inherits, or lacks, is deleted again.
+    """
+    is_own, former = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, former)
+        if is_own:
+            setattr(owner, name, former)
+        else:
+            delattr(owner, name)

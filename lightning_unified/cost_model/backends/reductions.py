@@ -28,8 +28,7 @@ _FEWEST, _MOST = 16, 256  # values summed by one thread
 def with_sums(trace: Trace) -> Trace:
     """Return the trace with the buffers of its sums: taken after the result and given back at once.
 
-    Args:
-        trace: Trace of a step; one of another backend than CUDA or ROCm is returned unchanged.
+    A trace of another backend than CUDA or ROCm is returned unchanged.
     """
     if trace.backend not in ("cuda", "rocm"):
         return trace

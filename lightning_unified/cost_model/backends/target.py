@@ -1,26 +1,30 @@
 """Run a step on fake CPU tensors as another backend would run it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torch._tensor as tensors
+import torch.optim.optimizer as optimizers
+import torch.utils._foreach_utils as foreach
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends.attention import cuda_attention, mps_attention, rocm_attention
 from lightning_unified.cost_model.backends.autocast import Cast, casts_of
 from lightning_unified.cost_model.backends.fused_kernels import bias_in_place, fused_dropout, fused_rms_norm
-from lightning_unified.cost_model.backends.optimizers import optimizer_kernels
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
 
 __all__ = ["BACKENDS", "mimic"]
 
 BACKENDS = ("cpu", "cuda", "rocm", "mps")
+_FOREACH = ("cuda", "rocm")
 _PLAIN_OVERRIDES = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # pyright: ignore[reportFunctionMemberAccess]
 _LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, tensors, torch.autograd)
 
@@ -33,23 +37,21 @@ def mimic(backend: str) -> Iterator[None]:
     whether it is opened for the backend or for `"cpu"`. Optimizers choose the backend's kernels. The block's end undoes all
     of it. Open the recorder and the fake mode outside this block.
 
-    Args:
-        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
-
     Raises:
         ValueError: For another backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}.")
     with ExitStack() as stack:
-        stack.enter_context(optimizer_kernels(backend))
+        stack.enter_context(_optimizer_kernels(backend))
         if backend != "cpu":
             stack.enter_context(_devices_are_the_cpu("mps" if backend == "mps" else "cuda"))
             for module in _LOOKED_INTO:
                 for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
                     if hasattr(module, name):
-                        unpack = name == "has_torch_function"
-                        stack.enter_context(replaced(module, name, _any_overrides if unpack else _overrides))
+                        takes_one = name == "has_torch_function"
+                        check = (lambda arguments: _overrides(*arguments)) if takes_one else _overrides
+                        stack.enter_context(replaced(module, name, check))
             stack.enter_context(_Target(_rules(backend), casts_of(backend)))
         yield
 
@@ -90,23 +92,15 @@ class _Target(TorchFunctionMode):
         if isinstance(func, FunctionType) or "out" in kwargs:
             return func(*args, **kwargs)
         rule = self._rules.get(name)
-        operation = func if rule is None else _bound(rule, func)
+        operation = func if rule is None else partial(rule, func)
         cast = self._casts.get(name) if torch.is_autocast_enabled("cpu") else None
         return operation(*args, **kwargs) if cast is None else cast(operation, args, kwargs)
-
-
-def _bound(rule: Callable[..., Any], func: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: rule(func, *args, **kwargs)
 
 
 def _overrides(*arguments: Any) -> bool:
     """Return whether a user's tensor class handles the call itself; modes do not count."""
     kinds = (getattr(type(each), "__torch_function__", None) for each in arguments)
     return any(kind is not None and getattr(kind, "__func__", kind) not in _PLAIN_OVERRIDES for kind in kinds)
-
-
-def _any_overrides(arguments: Iterable[Any]) -> bool:
-    return _overrides(*arguments)
 
 
 @contextmanager
@@ -135,4 +129,24 @@ def _devices_are_the_cpu(device: str) -> Iterator[None]:
         stack.enter_context(replaced(scaler, "__init__", init_scaler))
         stack.enter_context(replaced(torch, "is_autocast_enabled", enabled))
         stack.enter_context(replaced(torch, "get_autocast_dtype", dtype))
+        yield
+
+
+@contextmanager
+def _optimizer_kernels(backend: str) -> Iterator[None]:
+    """Make optimizers choose their kernel as on `backend`, whatever device the parameters are on.
+
+    An optimizer with neither `foreach` nor `fused` set updates all parameters at once on CUDA, with one more copy of them as
+    temporaries, and one after the other on a CPU and on MPS. It decides by the device and class of each parameter, and fake
+    parameters have other ones.
+
+    Source:
+        `_default_to_fused_or_foreach` in torch's `optim/optimizer.py`, and the lists in `utils/_foreach_utils.py`.
+    """
+    devices = ["cuda", "cpu"] if backend in _FOREACH else []
+    classes = [*optimizers._foreach_supported_types, FakeTensor]
+    with ExitStack() as stack:
+        for owner in (optimizers, foreach):
+            stack.enter_context(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: list(devices)))
+            stack.enter_context(replaced(owner, "_foreach_supported_types", classes))
         yield

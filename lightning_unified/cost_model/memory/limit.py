@@ -11,7 +11,7 @@ from typing import cast
 from lightning_unified.cost_model.memory.reserve import RunReplay, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.pools import Block, Pools
-from lightning_unified.hardware.watermarks import LOW_SHARE
+from lightning_unified.hardware.environment.watermarks import LOW_SHARE
 from lightning_unified.units import MIB
 
 __all__ = ["fits_within"]
@@ -19,14 +19,7 @@ __all__ = ["fits_within"]
 _STEP = 1.01  # ratio of two limits that are tried: about the error of a prediction of reserved bytes
 
 
-def fits_within(
-    trace: Trace,
-    limit: int,
-    *,
-    backend: str | None = None,
-    expandable_segments: bool = False,
-    mmap_threshold: int | None = None,
-) -> bool:
+def fits_within(trace: Trace, limit: int, *, mmap_threshold: int | None = None) -> bool:
     """Return whether the steps of a run like `trace` succeed with at most `limit` bytes reserved.
 
     An allocator at its limit frees its unused blocks and tries again. The moment at which that happens decides how later
@@ -37,22 +30,18 @@ def fits_within(
     Args:
         trace: A step in steady state.
         limit: Most bytes that the allocator may reserve.
-        backend: Backend of the allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator uses expandable segments.
         mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
             threshold.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    backend = backend or trace.backend
 
     def reserved_within(limit: float) -> int | None:
-        pools = pools_of(backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+        pools = pools_of(trace.backend, mmap_threshold=mmap_threshold)
+        limited = cast("Pools", _WithinLimit(pools, limit, is_metal=trace.backend == "mps"))
         try:
-            return (
-                RunReplay(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).peak().reserved
-            )
+            return RunReplay(trace, limited).peak().reserved
         except _FullError:
             return None
 
@@ -79,11 +68,6 @@ class _WithinLimit:
 
     Metal compares the size of one more block with the limit, even if a freed block could be reused, and ignores the heap in
     which the block lies. Above its low watermark it first frees its unused blocks and creates no large heaps.
-
-    Args:
-        pools: The same pools without a limit.
-        limit: Bytes.
-        is_metal: Whether they are Metal's.
 
     Attributes:
         addresses: Addresses of segments, for pools that model them.

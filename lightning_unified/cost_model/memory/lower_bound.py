@@ -5,7 +5,8 @@ The search uses it to exclude sizes and options before it traces them.
 
 from collections.abc import Collection, Mapping
 
-from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
+from lightning_unified.cost_model.memory.peak import peak
+from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 
 __all__ = ["is_within", "least_bytes"]
 
@@ -47,20 +48,9 @@ def is_within(place: str, names: Collection[str]) -> bool:
 
 def _at_peak(trace: Trace) -> _Living:
     """Return the storages that live at the peak, each with the module in which it began."""
-    count = most = 0
-    sizes: dict[int, int] = {}
-    peak = -1
-    for at, event in enumerate(trace.events):
-        if isinstance(event, Take):
-            sizes[event.storage] = event.bytes
-            count += event.bytes
-            if count > most:
-                most, peak = count, at
-        elif isinstance(event, Give):
-            count -= sizes.pop(event.storage, 0)
     living: dict[int, tuple[Take, str]] = {}
     place = ""
-    for event in trace.events[: peak + 1]:
+    for event in trace.events[: peak(trace, rounding=1).index + 1]:
         if isinstance(event, Work):
             place = event.place
         elif isinstance(event, Take):

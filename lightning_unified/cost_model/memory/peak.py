@@ -54,7 +54,7 @@ def peak(trace: Trace, *, rounding: int = 512) -> Peak:
 def describe_instant(trace: Trace, index: int) -> str:
     """Return the place of the event at `index` in words: phase, module and operation."""
     work = next((event for event in reversed(trace.events[: index + 1]) if isinstance(event, Work)), _START)
-    op = f" ({_short(work.op)})" if work.op else ""
+    op = f" ({work.op.removesuffix('.default')})" if work.op else ""
     return _place(work.phase, work.place) + op
 
 
@@ -103,10 +103,6 @@ def _running(trace: Trace, *, rounding: int) -> Iterator[tuple[int, int, Work]]:
 def _place(phase: Phase, place: str) -> str:
     words = "before the step" if phase == "setup" else phase
     return f"{words} of {place}" if place else words
-
-
-def _short(op: str) -> str:
-    return op.removesuffix(".default")
 
 
 def _up(size: int, rounding: int) -> int:

@@ -8,8 +8,6 @@ How much more depends on the order of allocations, so no factor on the live peak
    first operation that needs them, optimizer state at the first optimizer step.
 3. Replay steady steps, which reuse the blocks the first one left.
 4. Take the largest allocated and reserved bytes seen.
-
-`replay` does the same for an allocator's recorded history, to test the models against real devices.
 """
 
 from collections import defaultdict
@@ -19,17 +17,13 @@ from functools import partial
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
-from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
-from lightning_unified.units import MIB
 
-__all__ = ["AllocatorPeak", "RunReplay", "allocator_peak", "pools_of", "replay", "reserved_bytes"]
+__all__ = ["AllocatorPeak", "RunReplay", "allocator_peak", "pools_of", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
-_GIVEN_BACK = ("segment_free", "segment_unmap")
-_CUBLAS_WORKSPACE = 32 * MIB  # on the GPU generation of the recordings, Hopper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,34 +44,16 @@ class AllocatorPeak:
     index: int
 
 
-def reserved_bytes(
-    trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
-) -> int:
+def reserved_bytes(trace: Trace, *, mmap_threshold: int | None = None) -> int:
     """Return the peak of bytes that the allocator reserves for the steps of a run like `trace`.
 
-    Args:
-        trace: A step in steady state.
-        backend: Backend of the allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator uses expandable segments.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
-            threshold.
-
-    Returns:
-        Bytes: CUDA's and HIP's segments, Metal's heaps, resident memory on a CPU. Memory of libraries and drivers is not
-            included.
-
-    Raises:
-        ValueError: If there is no model of the backend's allocator.
+    These are CUDA's and HIP's segments, Metal's heaps, or resident memory on a CPU. Memory of libraries and drivers is not
+    included. Arguments and errors are those of `allocator_peak`.
     """
-    found = allocator_peak(
-        trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold
-    )
-    return found.reserved
+    return allocator_peak(trace, mmap_threshold=mmap_threshold).reserved
 
 
-def allocator_peak(
-    trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
-) -> AllocatorPeak:
+def allocator_peak(trace: Trace, *, mmap_threshold: int | None = None) -> AllocatorPeak:
     """Replay a run's first step and two steady ones, and return the allocator's peaks.
 
     The first step begins with weights and buffers only. Gradients come with its backward pass, libraries take their
@@ -86,24 +62,20 @@ def allocator_peak(
 
     Args:
         trace: A step in steady state.
-        backend: Backend of the allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator uses expandable segments.
         mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
             threshold.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    pools = pools_of(backend or trace.backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
-    return RunReplay(trace, pools).peak()
+    return RunReplay(trace, pools_of(trace.backend, mmap_threshold=mmap_threshold)).peak()
 
 
-def pools_of(backend: str, *, expandable_segments: bool = False, mmap_threshold: int | None = None) -> Pools:
-    """Return empty pools of a backend's allocator; the arguments are those of `allocator_peak`."""
-    segments = ExpandableSegments if expandable_segments else CudaSegments
+def pools_of(backend: str, *, mmap_threshold: int | None = None) -> Pools:
+    """Return empty pools of a backend's allocator; `mmap_threshold` is as in `allocator_peak`."""
     kinds: dict[str, Callable[[], Pools]] = {
-        "cuda": segments,
-        "rocm": segments,
+        "cuda": CudaSegments,
+        "rocm": CudaSegments,
         "mps": MetalHeaps,
         "cpu": partial(HostHeap, threshold=mmap_threshold),
     }
@@ -218,51 +190,3 @@ class RunReplay:
             self._live[self._takes[storage].category] -= block.size
             self._total -= block.size
             self._pools.give_back(block)
-
-
-def replay(
-    events: Iterable[tuple[str, int, int]], *, expandable_segments: bool | None = None, weights: int | None = None
-) -> tuple[int, int]:
-    """Replay a CUDA allocation history, and return its peaks by the model of the allocator.
-
-    Args:
-        events: `action`, `addr` and `size` of each entry of `torch.cuda.memory._snapshot()["device_traces"]`, of one stream
-            and from the first allocation on. Allocations and frees are replayed; of the allocator's own actions only the
-            release of free segments is.
-        expandable_segments: Whether segments were expandable; None looks for an entry that shows it.
-        weights: Number of allocations before the first computation; None counts those before the first free. cuBLAS's first
-            product is taken to be at its workspace of 32 MiB.
-
-    Returns:
-        Peaks of allocated and of reserved bytes.
-    """
-    entries = list(events)
-    if expandable_segments is None:
-        expandable_segments = any(action == "segment_map" for action, _, _ in entries)
-    pools = ExpandableSegments() if expandable_segments else CudaSegments()
-    blocks: dict[int, Block] = {}
-    allocated, most, reserved, count, before = 0, 0, 0, 0, ""
-    first = _first_that_ends(entries) if weights is None else weights
-    for action, address, size in entries:
-        if action == "alloc" and size:
-            if count >= first:
-                (pools.addresses.multiply if size == _CUBLAS_WORKSPACE else pools.addresses.compute)()
-            count += 1
-            rounded = pools.rounded(size)
-            block = blocks[address] = pools.reuse(rounded) or pools.place(rounded, pressed=False)
-            allocated += block.size
-            most, reserved = max(most, allocated), max(reserved, pools.reserved)
-        elif action == "free_requested" and address in blocks:
-            allocated -= blocks[address].size
-        elif action == "free_completed" and address in blocks:
-            pools.give_back(blocks.pop(address))
-        elif action in _GIVEN_BACK and before not in _GIVEN_BACK:
-            pools.release()
-        before = action
-    return most, reserved
-
-
-def _first_that_ends(entries: Iterable[tuple[str, int, int]]) -> int:
-    """Return the number of allocations before the block that is freed first."""
-    actions = [action for action, _, size in entries if action == "free_requested" or (action == "alloc" and size)]
-    return max(actions.index("free_requested") - 1, 0) if "free_requested" in actions else len(actions)

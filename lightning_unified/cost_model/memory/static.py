@@ -63,8 +63,7 @@ def metal_heap_bytes(module: torch.nn.Module) -> int:
 
     One large tensor can take a heap of 1 GiB.
 
-    Args:
-        module: Module with its parameters in their final dtype; they may be on the meta device.
+    Parameters have their final dtype; they may be on the meta device.
     """
     pools = MetalHeaps()
     for tensor in (*module.parameters(), *module.buffers()):

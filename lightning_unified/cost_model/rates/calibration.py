@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lightning_unified.cost_model.rates import Alignment, Rates, measure_alignment, measure_rates
+from lightning_unified.hardware import Reading
 
 __all__ = [
     "CACHE_VARIABLE",
@@ -85,13 +86,7 @@ def machine_key(*, device: str, total_bytes: int | None, torch_version: str) -> 
 
 
 def kind_of(*, backend: str, precision: str, recomputes: bool) -> str:
-    """Return the kind of a prediction; predictions of one kind share their errors.
-
-    Args:
-        backend: Backend of the trace: `"cuda"`, `"mps"`, ….
-        precision: Lightning's name of the precision.
-        recomputes: Whether activation checkpointing is on.
-    """
+    """Return the kind of a prediction; predictions of one kind share their errors."""
     return f"{backend} {precision}{' recomputed' * recomputes}"
 
 
@@ -124,13 +119,17 @@ class Calibration:
     def load(cls, machine: str, *, directory: Path | None = None) -> "Calibration":
         """Return the calibration of a machine; an empty one without a readable file.
 
-        Args:
-            machine: Name from `machine_key`.
-            directory: Default `cache_directory()`.
+        The folder is `cache_directory()` by default.
         """
         calibration = cls(machine, directory=directory or cache_directory())
         calibration._read()
         return calibration
+
+    @classmethod
+    def of(cls, reading: Reading) -> "Calibration":
+        """Return the calibration of the machine and torch version of a reading."""
+        total = reading.total.bytes
+        return cls.load(machine_key(device=reading.name, total_bytes=total, torch_version=torch.__version__))
 
     def keep(self, *, rates: Rates | None = None, alignment: Alignment | None = None) -> None:
         """Store measured speeds or alignment; None leaves the stored value."""
@@ -142,8 +141,7 @@ class Calibration:
 
         The first call takes two to four seconds and some memory of the device: make it before a peak is read.
 
-        Args:
-            device: The machine's own device, which must be present.
+        The device must be present.
         """
         rates = self.rates or measure_rates(device)
         if self.rates is None:
@@ -152,11 +150,7 @@ class Calibration:
         return rates
 
     def gains(self, device: torch.device | str) -> Alignment:
-        """Return the gain of aligned sizes on this machine; the first call measures it in half a second.
-
-        Args:
-            device: As for `speeds`.
-        """
+        """Return the gain of aligned sizes on this machine; the first call measures it in half a second."""
         alignment = self.alignment or measure_alignment(device)
         if self.alignment is None:
             self.keep(alignment=alignment)
@@ -257,21 +251,13 @@ class Calibration:
 
 
 def calibrated_machines(directory: Path | None = None) -> list[str]:
-    """Return the names of all machines with a calibration, sorted.
-
-    Args:
-        directory: Default `cache_directory()`.
-    """
+    """Return the names of all machines with a calibration, sorted."""
     directory = directory or cache_directory()
     return sorted(path.stem for path in directory.glob("*.json")) if directory is not None else []
 
 
 def clear_calibrations(directory: Path | None = None) -> list[str]:
-    """Delete all calibrations and return the names of their machines.
-
-    Args:
-        directory: Default `cache_directory()`.
-    """
+    """Delete all calibrations and return the names of their machines."""
     machines = calibrated_machines(directory)
     for machine in machines:
         path = Calibration(machine, directory=directory or cache_directory()).path

@@ -40,10 +40,6 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
     On a GPU a phase lasts as long as its slower side: the host, with `rates.launch` for each operation, or the device, with
     the time of its kernels. On a CPU both add up. Optimizer kernels (fused, foreach, for-loop) differ only by their
     operations and the bytes these move.
-
-    Args:
-        trace: The step with all its micro-batches.
-        rates: Speeds of the machine.
     """
     return _seconds(_loads(trace, rates), backend=trace.backend)
 

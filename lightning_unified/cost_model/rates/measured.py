@@ -30,9 +30,6 @@ def measure_rates(device: torch.device | str) -> Rates:
 
     The measurement allocates up to about 300 MiB on the device and frees it. It leaves random generators and settings
     unchanged. Peak counters see it: measure before a cap is set or a peak is read.
-
-    Args:
-        device: Such as `"cpu"` or `"cuda:0"`.
     """
     device = torch.device(device)
     name = _name(device)

@@ -140,9 +140,6 @@ def tabled_rates(name: str) -> Rates | None:
 def typical_rates(backend: str) -> Rates:
     """Return stand-in rates of a device with an unknown name: they order plans, but predict no times.
 
-    Args:
-        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
-
     Raises:
         ValueError: For another backend.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lightning_unified.cost_model.candidates import describe_split
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.planned import does_fit, recomputed
@@ -80,8 +81,6 @@ def format_share(share: float) -> str:
 def _micro_batch(plan: Plan) -> str:
     if plan.micro_batch_size is None:
         return "the whole batch at once"
-    rows = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size != 1)}"
     if plan.prediction is None:
-        return f"{rows} at a time"
-    parts = plan.prediction.parts
-    return f"{rows}: the whole batch at once" if parts == 1 else f"{rows} at a time, {parts} times a batch"
+        return f"micro-batches of up to {plan.micro_batch_size} row{'s' * (plan.micro_batch_size != 1)}"
+    return describe_split(plan.micro_batch_size, plan.prediction.parts)

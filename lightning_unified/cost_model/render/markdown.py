@@ -1,31 +1,14 @@
 """A plan as Markdown, for an issue, a pull request or notes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from lightning_unified.cost_model.plan import Plan
-from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.render.page import sheet_of
-from lightning_unified.cost_model.render.planned import MachinePlan
 from lightning_unified.cost_model.render.sheet import Sheet, Table
-from lightning_unified.hardware.watermarks import Watermarks
 
 __all__ = ["to_markdown"]
 
 
-def to_markdown(
-    planned: Plan | Prediction,
-    *,
-    title: str = "Plan",
-    facts: Sequence[tuple[str, str]] = (),
-    watermarks: Watermarks | None = None,
-    machines: Sequence[MachinePlan] = (),
-    more: Sequence[Table] = (),
-) -> str:
-    """Return a plan or a prediction as GitHub-flavoured Markdown.
-
-    The arguments are those of `to_terminal`.
-    """
-    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
+def to_markdown(sheet: Sheet) -> str:
+    """Return a page as GitHub-flavoured Markdown."""
     return "\n".join(_lines(sheet)) + "\n"
 
 

@@ -13,7 +13,7 @@ from lightning_unified.cost_model.render.tables import (
     instants_table,
     machines_table,
 )
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 
 __all__ = ["sheet_of"]
 
@@ -21,13 +21,13 @@ __all__ = ["sheet_of"]
 def sheet_of(
     planned: Plan | Prediction,
     *,
-    title: str,
+    title: str = "Plan",
     facts: Sequence[tuple[str, str]] = (),
     watermarks: Watermarks | None = None,
     machines: Sequence[MachinePlan] = (),
     more: Sequence[Table] = (),
 ) -> Sheet:
-    """Return the page.
+    """Return the page, for any output format.
 
     Args:
         planned: A plan, or a prediction alone.

@@ -4,13 +4,14 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_unified.cost_model.candidates import describe_split
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.facts import format_seconds, format_share
 from lightning_unified.cost_model.render.planned import phase_of, prediction_of, recomputed
 from lightning_unified.cost_model.render.tables import ordered
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 from lightning_unified.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def _weighed(axes: "Axes", plan: Plan) -> None:
     best, words = plan.prediction, "nothing fits"
     if best is not None and best.seconds is not None:
         dots.append((best.reserved_bytes, best.seconds))
-        words = f"{best.rows} row{'s' * (best.rows != 1)} at a time, recompute {recomputed(plan)}"
+        words = f"{describe_split(best.rows, best.parts)}, recompute {recomputed(plan)}"
     unit, name = _unit(max(taken for taken, _ in dots))
     for each in plan.alternatives:
         face, edge = (_STAYS["optimizer state"], _STAYS["gradients"]) if each.fits else ("none", _FAINT)

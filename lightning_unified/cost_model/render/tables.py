@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_unified.cost_model.generation.networks import Generated
+from lightning_unified.cost_model.generation import Generated
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.facts import format_seconds, format_share
@@ -18,7 +18,7 @@ from lightning_unified.cost_model.render.planned import (
 from lightning_unified.cost_model.render.sheet import Bars, Table
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.cost_model.trace.trace import CATEGORIES
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 from lightning_unified.units import format_bytes
 
 __all__ = ["alternatives_table", "categories_table", "generation_table", "instants_table", "machines_table", "ordered"]

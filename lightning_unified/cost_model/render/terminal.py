@@ -7,12 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from lightning_unified.cost_model.plan import Plan
-from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.render.page import sheet_of
-from lightning_unified.cost_model.render.planned import MachinePlan
 from lightning_unified.cost_model.render.sheet import Bars, Fact, Sheet, Table
-from lightning_unified.hardware.watermarks import Watermarks
 
 __all__ = ["to_terminal"]
 
@@ -20,26 +15,8 @@ _WIDTH = 32  # cells of the widest bar
 _FULL, _EIGHTHS, _MARK = "█", " ▏▎▍▌▋▊▉", "┊"
 
 
-def to_terminal(
-    planned: Plan | Prediction,
-    *,
-    title: str = "Plan",
-    facts: Sequence[tuple[str, str]] = (),
-    watermarks: Watermarks | None = None,
-    machines: Sequence[MachinePlan] = (),
-    more: Sequence[Table] = (),
-) -> RenderableType:
-    """Return a plan or prediction for a terminal of 100 columns or more; narrower ones fold texts.
-
-    Args:
-        planned: A plan, or a prediction alone.
-        title: Title in one line.
-        facts: Names and texts shown first, such as the model's and the machine's.
-        watermarks: Bytes to mark beside the budget.
-        machines: Plans on other machines, shown last.
-        more: Tables shown before those of other machines.
-    """
-    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
+def to_terminal(sheet: Sheet) -> RenderableType:
+    """Return a page for a terminal of 100 columns or more; narrower ones fold texts."""
     return Group(*_parts(sheet))
 
 

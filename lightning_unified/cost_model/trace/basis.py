@@ -1,6 +1,6 @@
 """Express each figure of a trace as a sum of a few monomials of the step's size.
 
-The size is rows, row length and number of micro-batches. The bytes of almost every storage are exact in one or two monomials:
+The size is rows and row length. The bytes of almost every storage are exact in one or two monomials:
 a constant for weights, rows for a row's own share, rows times length for activations, rows times length squared for
 materialised attention. The fit looks for the fewest monomials that reproduce a figure at every traced size, simplest first.
 Kernels that round their buffers match none exactly. For these the fit accepts two monomials within a thousandth and 512
@@ -17,23 +17,11 @@ from numpy.typing import NDArray
 __all__ = ["Fit", "Size", "fit_monomials", "rounds"]
 
 Floats = NDArray[np.float64]
-Size = tuple[int, int, int]  # rows, length, parts
+Size = tuple[int, int]  # rows, length
 
-# Exponents of rows, length and micro-batches, in order of preference: a constant, one row's share, one token's, one pair of tokens'
-# (materialised attention), the length of a row (positions, masks) and its square, a pair of rows' (contrastive losses); then the whole
-# batch over all micro-batches.
-_EXPONENTS: tuple[Size, ...] = (
-    (0, 0, 0),
-    (1, 0, 0),
-    (1, 1, 0),
-    (1, 2, 0),
-    (0, 1, 0),
-    (0, 2, 0),
-    (2, 0, 0),
-    (1, 0, 1),
-    (1, 1, 1),
-    (0, 0, 1),
-)
+# Exponents of rows and length, in order of preference: a constant, one row's share, one token's, one pair of tokens' (materialised
+# attention), the length of a row (positions, masks) and its square, a pair of rows' (contrastive losses).
+_EXPONENTS: tuple[Size, ...] = ((0, 0), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2), (2, 0))
 _MOST_TERMS = 4
 _ROUNDING, _SHARE, _BYTES = 1e-9, 1e-3, 512  # tolerance of float64; tolerances of kernels that round their buffers up
 
@@ -44,7 +32,7 @@ class Fit:
 
     Attributes:
         coefficients: A row for each monomial, a column for each figure.
-        exponents: Exponents of rows, length and micro-batches in each monomial.
+        exponents: Exponents of rows and length in each monomial.
         residuals: Largest deviation of each figure at the given sizes; 0 if exact.
     """
 
@@ -64,12 +52,7 @@ def fit_monomials(sizes: Sequence[Size], values: Floats) -> Fit:
     if two monomials come near enough. This is tried before a fit with as many monomials as sizes, which would magnify the
     rounding.
 
-    Args:
-        sizes: Sizes of the traces.
-        values: A row for each trace, a column for each figure.
-
-    Returns:
-        The coefficients and the deviations.
+    `values` has a row for each trace and a column for each figure.
     """
     varies = [len(set(axis)) > 1 for axis in zip(*sizes, strict=True)]
     exponents = tuple(

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
 
-__all__ = ["NEVER", "MisalignedError", "Timeline", "align", "describe_slot", "timeline_of"]
+__all__ = ["MisalignedError", "Timeline", "align", "describe_slot", "timeline_of"]
 
-NEVER = 1 << 40  # the end of a storage that outlives the step
+_NEVER = 1 << 40  # the end of a storage that outlives the step
 
 Integers = NDArray[np.int64]
 
@@ -26,7 +26,7 @@ class Timeline:
     Attributes:
         slots: Operations and beginnings of storages, in order.
         births: Slot of each storage, in the order in which storages begin.
-        ends: Slot before which each storage ends: the number of slots if it ends after the last, `NEVER` if it outlives the
+        ends: Slot before which each storage ends: the number of slots if it ends after the last, `_NEVER` if it outlives the
             step.
     """
 
@@ -67,7 +67,7 @@ class Timeline:
                 events.append(slot)
             else:
                 events.append(Work(slot.op, slot.phase, slot.place, first[at], second[at], slot.dtype))
-        events += [Give(storage) for storage, end in zip(order[given:], ends[given:], strict=True) if end < NEVER]
+        events += [Give(storage) for storage, end in zip(order[given:], ends[given:], strict=True) if end < _NEVER]
         return tuple(events)
 
 
@@ -86,7 +86,7 @@ def timeline_of(trace: Trace) -> Timeline:
             order[event.storage] = len(births)
             event = Take(len(births), event.bytes, event.category)  # noqa: PLW2901
             births.append(len(slots))
-            ends.append(NEVER)
+            ends.append(_NEVER)
         slots.append(event)
     return Timeline(slots=tuple(slots), births=np.array(births, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
 
@@ -97,10 +97,6 @@ def align(timelines: Sequence[Timeline], names: Sequence[str]) -> Integers:
     An end is the latest slot in any of them. Python's garbage collector frees reference cycles at any time, so ends may
     differ where nothing else does. The latest end is the safe one.
 
-    Args:
-        timelines: Timelines of the traces.
-        names: The sizes of the traces in words, for the message.
-
     Raises:
         MisalignedError: If the timelines do not hold the same operations and storages in the same order.
     """
@@ -108,19 +104,14 @@ def align(timelines: Sequence[Timeline], names: Sequence[str]) -> Integers:
     for timeline, name in zip(timelines[1:], names[1:], strict=True):
         others = timeline.keys()
         if others != keys:
-            at = common(keys, others)
+            pairs = zip(keys, others, strict=False)
+            at = next((at for at, (key, other) in enumerate(pairs) if key != other), min(len(keys), len(others)))
             raise MisalignedError(
                 f"the step runs other operations at other sizes: at its event {at + 1}, {describe_slot(timelines[0], at)} with {names[0]}, "
                 f"but {describe_slot(timeline, at)} with {name}. Other sizes cannot be interpolated from these traces; "
                 "trace the step at the size requested."
             )
     return np.max([timeline.ends for timeline in timelines], axis=0)
-
-
-def common(keys: Sequence[tuple[str, ...]], others: Sequence[tuple[str, ...]]) -> int:
-    """Return how many slots two timelines have in common from the start."""
-    pairs = zip(keys, others, strict=False)
-    return next((at for at, (key, other) in enumerate(pairs) if key != other), min(len(keys), len(others)))
 
 
 def describe_slot(timeline: Timeline, at: int) -> str:

@@ -9,9 +9,8 @@ A dry run executes the real step on fake tensors and records three kinds of even
 The sum of all `Take`s less all `Give`s up to an event is the number of live bytes there; the maximum is the peak. The same
 list prices time (`rates/cost.py`) and, replayed through a model of the allocator, reserved memory (`memory/reserve.py`).
 
-Traces at a few sizes determine every other size: `timeline.py` strips the sizes off, `repeat.py` finds the part that repeats
-with each micro-batch, `basis.py` expresses each event's bytes as monomials of rows and length, and `interpolation.py`
-evaluates them at the size requested.
+Traces at a few sizes determine every other size: `timeline.py` strips the sizes off, `basis.py` expresses each event's bytes
+as monomials of rows and length, and `interpolation.py` evaluates them at the size requested.
 """
 
 from collections.abc import Mapping

@@ -33,7 +33,6 @@ __all__ = [
     "Code",
     "align",
     "canonical",
-    "encode",
     "find",
     "parse",
     "subsystem",
@@ -150,20 +149,6 @@ def canonical(code: str) -> str:
     parts = parse(spelling)
     covered = bool(parts) and parts[0].start == 0 and parts[-1].end == len(spelling)
     return " ".join(part.text for part in parts) if covered else spelling
-
-
-def encode(code: str) -> int:
-    """Return the row of the error table, 1 to 9999, of a single code.
-
-    A compound has the row of its first part; `parse` returns the rows of all parts. A text in an unknown notation is hashed, so
-    that an unknown vendor's code still has a row.
-
-    Raises:
-        ValueError: If `code` is blank.
-    """
-    spelling = canonical(code)
-    parts = parse(spelling)
-    return parts[0].id if parts and parts[0].start == 0 else _row(spelling)
 
 
 def subsystem(code: str) -> int:

@@ -26,7 +26,7 @@ _TEXTS = (
 _RECORDS = (
     Record(
         equipment="Wheel loader",
-        symptom="Bucket sinks slowly with the memory option in neutral",
+        symptom="Bucket sinks slowly with the lever in neutral",
         error_codes=("HYD-204",),
         probable_cause="Worn piston seal in the lift cylinder",
         solution="Block the boom, cap the cylinder lines and repeat the test; reseal the cylinder that still moves.",

@@ -11,7 +11,6 @@ row's own `group` takes precedence.
 """
 
 import difflib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any
 
 from lightning_unified.data.documents.document import Document
 from lightning_unified.data.documents.record import Record, render
+from lightning_unified.data.sources.lines import json_rows, read_utf8
 
 __all__ = ["read"]
 
@@ -59,11 +59,7 @@ def read(path: Path) -> list[Document]:
 def _read_file(file: Path, *, group: str) -> list[Document]:
     if file.suffix not in _READERS:
         raise ValueError(f"{file} is neither .jsonl nor .txt; convert it to one of them.")
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 at byte {error.start}; save it as UTF-8.") from error
-    documents = list(_READERS[file.suffix](file, text))
+    documents = list(_READERS[file.suffix](file, read_utf8(file)))
     if not documents:
         raise ValueError(f"{file} is empty; remove it or fill it.")
     if group:
@@ -82,17 +78,7 @@ def _with_own_group(document: Document, number: int) -> Document:
 
 
 def _jsonl(file: Path, text: str) -> Iterator[Document]:
-    # not splitlines(): a JSON string may contain U+2028, U+0085 and other line separators
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a row is an object, as in {{...}}; this one is {type(row).__name__}.")  # noqa: TRY004 - a wrong value in a file
+    for where, row in json_rows(text, source=file):
         group = row.get("group", "")
         if not isinstance(group, str):
             raise ValueError(f"{where}: group is {group!r}; it must be text.")  # noqa: TRY004 - a wrong value in a file

@@ -38,10 +38,7 @@ class ExpandableSegments(CudaSegments):
         unmapped, end = self._unmapped[small], self._free_end(small=small)
         if end is None:
             end = Block(0, unmapped.home, unmapped.at)
-            end.before, end.after = unmapped.before, unmapped
-            if end.before is not None:
-                end.before.after = end
-            unmapped.before = end
+            end.insert_before(unmapped)
         else:
             self._freed[small].discard(end)
         end.size += more

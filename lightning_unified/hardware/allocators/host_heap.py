@@ -78,10 +78,7 @@ class HostHeap:
         if wanted > self._break - self._top.at:
             self._break = round_up(self._top.at + wanted + self._PAD, self._PAGE)
         hole = Block(self._kept(size), self._heap, self._top.at)
-        hole.before, hole.after = self._top.before, self._top
-        if hole.before is not None:
-            hole.before.after = hole
-        self._top.before = hole
+        hole.insert_before(self._top)
         self._top.at += hole.size
         self._touched = max(self._touched, round_up(self._top.at, self._PAGE))
         return hole
@@ -96,7 +93,7 @@ class HostHeap:
         for neighbour in (block.before, block.after):
             if neighbour is not None and not neighbour.used:
                 self._freed.discard(neighbour)
-                self._merge(block, neighbour)
+                block.absorb(neighbour)
         self._freed.add(block)
         size = block.size
         self._lower_top()
@@ -124,33 +121,12 @@ class HostHeap:
         kept = self._kept(size)
         self._splits += 1
         if hole.size - kept >= self._LEAST:
-            rest = self._after(hole, kept)
+            rest = hole.split_off(kept)
             if self._splits % self._PINNED == 0 and rest.size >= self._PIN + self._LEAST:
-                rest = self._after(rest, self._PIN)
+                rest = rest.split_off(self._PIN)
             rest.used = False
             self._freed.add(rest)
         return hole
-
-    def _after(self, block: Block, size: int) -> Block:
-        """Shorten `block` to `size` and return the rest of it, in use."""
-        rest = Block(block.size - size, block.home, block.at + size)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        return rest
-
-    def _merge(self, block: Block, neighbour: Block) -> None:
-        block.size += neighbour.size
-        block.at = min(block.at, neighbour.at)
-        if block.before is neighbour:
-            block.before = neighbour.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = neighbour.after
-            if block.after is not None:
-                block.after.before = block
 
     def _lower_top(self) -> None:
         """Move the start of the heap's end down to its last free block."""

@@ -35,6 +35,34 @@ class Block:
         self.before: Block | None = None
         self.after: Block | None = None
 
+    def insert_before(self, other: "Block") -> None:
+        """Link this block in front of `other`."""
+        self.before, self.after = other.before, other
+        if self.before is not None:
+            self.before.after = self
+        other.before = self
+
+    def split_off(self, size: int) -> "Block":
+        """Shorten this block to `size` and return the rest of it, in use."""
+        rest = Block(self.size - size, self.home, self.at + size)
+        rest.before, rest.after = self, self.after
+        if rest.after is not None:
+            rest.after.before = rest
+        self.after, self.size = rest, size
+        return rest
+
+    def absorb(self, neighbour: "Block") -> None:
+        """Take the bytes of the block before or after this one."""
+        self.size += neighbour.size
+        if self.before is neighbour:
+            self.at, self.before = neighbour.at, neighbour.before
+            if self.before is not None:
+                self.before.after = self
+        else:
+            self.after = neighbour.after
+            if self.after is not None:
+                self.after.before = self
+
 
 class Home:
     """One allocation of the driver: a heap of Metal, a segment of CUDA, a mapping of the C library."""
@@ -276,7 +304,7 @@ class CudaSegments:
         for neighbour in (block.before, block.after):
             if neighbour is not None and not neighbour.used:
                 self._freed[block.home.small].discard(neighbour)
-                self._merge(block, neighbour)
+                block.absorb(neighbour)
         self._freed[block.home.small].add(block)
 
     def release(self) -> None:
@@ -290,11 +318,8 @@ class CudaSegments:
         block.used = True
         rest = block.size - size
         if self._splits(rest, size, small=block.home.small):
-            remainder = Block(rest, block.home, block.at + size)
-            remainder.before, remainder.after, remainder.used = block, block.after, False
-            if block.after is not None:
-                block.after.before = remainder
-            block.after, block.size = remainder, size
+            remainder = block.split_off(size)
+            remainder.used = False
             self._freed[block.home.small].add(remainder)
         return block
 
@@ -302,15 +327,3 @@ class CudaSegments:
         if small:
             return rest >= self._ALIGNMENT
         return rest > _SMALL and (self._max_split is None or size < self._max_split)
-
-    def _merge(self, block: Block, neighbour: Block) -> None:
-        block.size += neighbour.size
-        if block.before is neighbour:
-            block.at = neighbour.at
-            block.before = neighbour.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = neighbour.after
-            if block.after is not None:
-                block.after.before = block

@@ -1,1 +1,1 @@
-"""Environment variables of torch's allocators: written before they are read, and checked."""
+"""Limits of torch's allocators: environment variables, written before they are read and checked, and caps."""

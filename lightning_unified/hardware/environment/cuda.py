@@ -40,19 +40,21 @@ def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = 
     sources = sources or Sources.live()
     parsed, environ, ram = parse_spec(spec), sources.environ, host_total(sources).bytes
     if not is_one_pool_board(sources) or not ram:
-        return _nothing("no board whose GPU uses the host's memory: the cap is set when the device is known")
+        return Cap(reason="no board whose GPU uses the host's memory: the cap is set when the device is known")
     variable = next((name for name in _VARIABLES if environ.get(name)), _VARIABLES[0])
     entries = [entry.strip() for entry in environ.get(variable, "").split(",") if entry.strip()]
     ours = environ.get(WRITTEN_CUDA)
     theirs = [entry for entry in entries if entry != ours]
     if any(entry.partition(":")[0].strip() == _KEY for entry in theirs):
-        return _nothing(f"your own {_KEY} in {variable} stays")
+        return Cap(reason=f"your own {_KEY} in {variable} stays")
     if torch_version(sources) < _SINCE:
-        return _nothing(f"torch reads {_KEY} from 2.13 on: the cap is set when the device is known")
+        return Cap(reason=f"torch reads {_KEY} from 2.13 on: the cap is set when the device is known")
     if _is_up(sources):
-        return _nothing(f"too late for {variable}: CUDA is up and has read it; the cap is set when the device is known")
+        return Cap(
+            reason=f"too late for {variable}: CUDA is up and has read it; the cap is set when the device is known"
+        )
     if not isinstance(environ, MutableMapping):
-        return _nothing("the environment cannot be written to")
+        return Cap(reason="the environment cannot be written to")
     share = min(1.0, max(0.01, _wanted(parsed, sources, ram) / ram))
     environ[WRITTEN_CUDA] = f"{_KEY}:{share:.4f}"
     environ[variable] = ",".join([*theirs, environ[WRITTEN_CUDA]])
@@ -98,7 +100,3 @@ def _is_up(sources: Sources) -> bool:
         return bool(sources.torch.cuda.is_initialized())
     except AttributeError:
         return True
-
-
-def _nothing(reason: str) -> Cap:
-    return Cap(applied=False, fraction=None, bytes=None, reason=reason)

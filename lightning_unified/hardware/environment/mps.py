@@ -51,9 +51,9 @@ class Cap:
         warning: An effect the user may not expect; None if there is none.
     """
 
-    applied: bool
-    fraction: float | None
-    bytes: int | None
+    applied: bool = False
+    fraction: float | None = None
+    bytes: int | None = None
     reason: str
     warning: str | None = None
 
@@ -78,7 +78,7 @@ def set_mps_environment(spec: str | int = "auto", *, sources: Sources | None = N
     sources = sources or Sources.live()
     parsed = parse_spec(spec)
     if not _is_mps(sources):
-        return Cap(applied=False, fraction=None, bytes=None, reason="no MPS here: its watermarks have no meaning")
+        return Cap(reason="no MPS here: its watermarks have no meaning")
     ram = host_total(sources).bytes
     if parsed.kind == "share":
         high = parsed.amount
@@ -101,11 +101,11 @@ def ensure_pair(sources: Sources) -> Cap:
     It never raises, so a reading degrades instead of failing; the findings list a pair that torch refuses.
     """
     if HIGH in sources.environ and LOW in sources.environ:
-        return _cap(None, f"{HIGH} and {LOW} stand already")
+        return Cap(reason=f"{HIGH} and {LOW} stand already")
     try:
         return _write(sources, _safe_high(sources, host_total(sources).bytes))
     except ConfigurationError as error:
-        return _cap(None, str(error))
+        return Cap(reason=str(error))
 
 
 def mps_allocator_initialized(sources: Sources) -> bool | None:
@@ -146,14 +146,14 @@ def _write(sources: Sources, high: float) -> Cap:
     if own_high is not None and own_low is not None:
         _check_pair(own_high, own_low)
         reason = f"your own pair stays: {HIGH}={own_high:g}, {LOW}={own_low:g}"
-        return Cap(applied=False, fraction=own_high, bytes=None, reason=reason)
+        return Cap(fraction=own_high, reason=reason)
     initialized = mps_allocator_initialized(sources)
     if initialized:
-        return _cap(
-            None, f"too late: Metal's allocator exists and has read {HIGH} and {LOW}; only HIGH can still change"
+        return Cap(
+            reason=f"too late: Metal's allocator exists and has read {HIGH} and {LOW}; only HIGH can still change"
         )
     if not isinstance(environ, MutableMapping):
-        return _cap(None, "the environment cannot be written to")
+        return Cap(reason="the environment cannot be written to")
     if own_high is not None:
         return _complete(environ, own_high)
     high = max(round(high, 4), own_low or 0.0001)
@@ -168,7 +168,7 @@ def _write(sources: Sources, high: float) -> Cap:
         "before Metal's allocator exists" if initialized is False else "; this torch cannot say whether it is in time"
     )
     when = f"{when}{kept}".removeprefix("; ")
-    return _cap(high, f"wrote {HIGH}={environ[HIGH]} with {LOW}={environ[LOW]}, {when}")
+    return Cap(applied=True, fraction=high, reason=f"wrote {HIGH}={environ[HIGH]} with {LOW}={environ[LOW]}, {when}")
 
 
 def _complete(environ: MutableMapping[str, str], high: float) -> Cap:
@@ -182,9 +182,10 @@ def _complete(environ: MutableMapping[str, str], high: float) -> Cap:
         )
     environ[LOW] = f"{LOW_SHARE * high:.4f}"
     environ[WRITTEN] = f"{LOW}={environ[LOW]}"
-    return _cap(
-        high,
-        f"your {HIGH}={high:g} stays; wrote {LOW}={environ[LOW]} beside it: torch's LOW of 1.4 would have been refused",
+    return Cap(
+        applied=True,
+        fraction=high,
+        reason=f"your {HIGH}={high:g} stays; wrote {LOW}={environ[LOW]} beside it: torch's LOW of 1.4 would have been refused",
     )
 
 
@@ -215,7 +216,3 @@ def _largest_working_set(sources: Sources, ram: int) -> float:
 def _is_mps(sources: Sources) -> bool:
     mps = getattr(getattr(sources.torch, "backends", None), "mps", None)
     return mps is not None and bool(mps.is_available())
-
-
-def _cap(fraction: float | None, reason: str) -> Cap:
-    return Cap(applied=fraction is not None, fraction=fraction, bytes=None, reason=reason)

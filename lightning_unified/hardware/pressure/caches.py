@@ -85,7 +85,7 @@ class ShapeWatch:
     def __init__(self) -> None:
         self._shapes: set[object] = set()
         self._least: int | None = None
-        self._told = False
+        self._has_advised = False
 
     def look(self, shape: object, *, beyond: int | None, budget: int) -> str | None:
         """Return the advice, the first time there is a reason for it.
@@ -95,7 +95,7 @@ class ShapeWatch:
             beyond: Bytes held beyond the peak of tensors; None if unknown.
             budget: Bytes the run may use.
         """
-        if self._told or beyond is None:
+        if self._has_advised or beyond is None:
             return None
         if len(self._shapes) < _SHAPES:
             self._shapes.add(shape)
@@ -103,7 +103,7 @@ class ShapeWatch:
         grown = beyond - self._least
         if len(self._shapes) < _SHAPES or grown <= _GROWN * budget:
             return None
-        self._told = True
+        self._has_advised = True
         return (
             f"Batches have many shapes, and caches kept for earlier shapes have grown by {format_bytes(grown)}. "
             "Pad batches to one length, or sort them into a few (buckets): blocks and compiled graphs are then reused."

@@ -89,7 +89,11 @@ class GpuReader:
         if unified:
             total, free = host_total(self._sources), host_available(self._sources)
             used = self._nvidia_processes(said["uuid"])
-        busy = _number(said["utilization.gpu"])
+        busy, busy_source = _busy(
+            _number(said["utilization.gpu"]),
+            source="nvidia-smi utilization.gpu",
+            otherwise=f"nvidia-smi says {said['utilization.gpu']}",
+        )
         return DeviceUse(
             device=f"nvidia:{said['index']}",
             name=said["name"],
@@ -97,10 +101,8 @@ class GpuReader:
             total=total,
             used=used,
             available=free,
-            busy=None if busy is None else busy / 100,
-            busy_source="nvidia-smi utilization.gpu"
-            if busy is not None
-            else f"unknown: nvidia-smi says {said['utilization.gpu']}",
+            busy=busy,
+            busy_source=busy_source,
         )
 
     def _is_one_pool(self, text: str, total: Figure) -> bool:
@@ -151,7 +153,8 @@ class GpuReader:
             ram, left = host_total(self._sources), host_available(self._sources)
             total, used = _sum(total, _lower(reach, ram)), _sum(used, taken)
             free = _sum(free, _lower(_difference(reach, taken), left))
-        busy = _number(read_text(folder / "gpu_busy_percent"))
+        percent = _number(read_text(folder / "gpu_busy_percent"))
+        busy, busy_source = _busy(percent, source="gpu_busy_percent", otherwise="no gpu_busy_percent in sysfs")
         name = (read_text(folder / "product_name") or "").strip()
         return DeviceUse(
             device=f"amdgpu:{folder.parent.name}",
@@ -160,8 +163,8 @@ class GpuReader:
             total=total,
             used=used,
             available=free,
-            busy=None if busy is None else busy / 100,
-            busy_source="gpu_busy_percent" if busy is not None else "unknown: no gpu_busy_percent in sysfs",
+            busy=busy,
+            busy_source=busy_source,
         )
 
     def _apple(self) -> list[DeviceUse]:
@@ -172,7 +175,10 @@ class GpuReader:
         if self._working_set is None:
             self._working_set = self._recommended()
         source = "IOAccelerator, In use system memory"
-        count, busy = _statistic(out, "In use system memory"), _statistic(out, "Device Utilization %")
+        count, name = _statistic(out, "In use system memory"), "Device Utilization %"
+        busy, busy_source = _busy(
+            _statistic(out, name), source=f"IOAccelerator, {name}", otherwise=f"ioreg shows no {name}"
+        )
         used = Figure(count, source if count is not None else f"unknown: ioreg shows no {source}")
         return [
             DeviceUse(
@@ -182,10 +188,8 @@ class GpuReader:
                 total=self._working_set,
                 used=used,
                 available=_lower(_difference(self._working_set, used), host_available(self._sources)),
-                busy=None if busy is None else busy / 100,
-                busy_source="IOAccelerator, Device Utilization %"
-                if busy is not None
-                else "unknown: ioreg shows no Device Utilization %",
+                busy=busy,
+                busy_source=busy_source,
             )
         ]
 
@@ -223,6 +227,10 @@ def _mebibytes(said: dict[str, str], name: str) -> Figure:
     if count is None:
         return Figure(None, f"unknown: nvidia-smi {name} says {said[name]}")
     return Figure(int(count * MIB), f"nvidia-smi {name}")
+
+
+def _busy(percent: float | None, *, source: str, otherwise: str) -> tuple[float | None, str]:
+    return (None, f"unknown: {otherwise}") if percent is None else (percent / 100, source)
 
 
 def _sysfs(path: Path) -> Figure:

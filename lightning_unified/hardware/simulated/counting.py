@@ -7,9 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable
-from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,10 +21,7 @@ from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
 __all__ = ["LiveTensors"]
 
 
-_PACKAGE = Path(__file__).parents[2]
-_OURS = [folder for folder in _PACKAGE.iterdir() if folder.is_dir() and folder.name not in ("models", "data")]
-_OTHERS = [Path(str(spec.origin)).parent for spec in map(find_spec, ("torch", "lightning")) if spec is not None]
-_NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in (*_OURS, *_OTHERS))
+_LIBRARIES = (__name__.partition(".")[0], "torch", "lightning")
 
 
 class LiveTensors(TorchDispatchMode):
@@ -140,9 +135,17 @@ def _place(func: Any) -> str:
     node = torch._C._current_autograd_node()
     name = f"{func}" if node is None else f"{func} in the backward of {node.name().removesuffix('Backward0')}"
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and _is_library(str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
     return name if frame is None else f"{name}, {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+@cache
+def _is_library(module: str) -> bool:
+    """Return whether a module's lines are hidden; a package that says `SHOWS_ITS_LINES` is treated like a user's."""
+    top, _, rest = module.partition(".")
+    package = sys.modules.get(f"{top}.{rest.partition('.')[0]}")
+    return top in _LIBRARIES and not getattr(package, "SHOWS_ITS_LINES", False)
 
 
 def _makes_storages(func: Any) -> bool:

@@ -127,11 +127,6 @@ class HostFiles:
         return self._path.name
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of the path."""
-        return self._path.parts
-
-    @property
     def parent(self) -> "HostFiles":
         """The folder that holds this path."""
         return HostFiles(self._files, self._path.parent)
@@ -148,17 +143,9 @@ class HostFiles:
         """Raise: files of a simulated host cannot be written."""
         raise PermissionError(f"{self._path} of the simulated host cannot be written: {text!r}")
 
-    def is_file(self) -> bool:
-        """Return whether the file exists."""
-        return str(self._path) in self._files()
-
     def is_dir(self) -> bool:
         """Return whether any file lies below."""
         return any(name.startswith(f"{self._path}/") for name in self._files())
-
-    def exists(self) -> bool:
-        """Return whether a file or folder of this path exists."""
-        return self.is_file() or self.is_dir()
 
     def glob(self, pattern: str) -> Iterator["HostFiles"]:
         """Yield the files below whose relative path matches `pattern`."""
@@ -166,9 +153,3 @@ class HostFiles:
             path = PurePosixPath(name)
             if path.is_relative_to(self._path) and fnmatch(str(path.relative_to(self._path)), pattern):
                 yield HostFiles(self._files, path)
-
-    def iterdir(self) -> Iterator["HostFiles"]:
-        """Yield the files and folders directly in this folder."""
-        below = (PurePosixPath(name) for name in self._files())
-        inside = {path.relative_to(self._path).parts[0] for path in below if path.is_relative_to(self._path)}
-        yield from (self / part for part in sorted(inside))

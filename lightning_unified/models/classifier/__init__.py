@@ -1,10 +1,11 @@
 """The classifier: a pretrained transformer encoder, fine-tuned on labelled texts.
 
-The names below are imported on first use, so that importing the package does not import Lightning.
+Its names are imported on first use, so that importing the package does not import Lightning.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_unified.models import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_unified.models.classifier.data.label_data import LabelData
@@ -15,16 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ClassificationReport", "LabelData", "TextClassifier", "classify", "export"]
 
-_HOMES = {
-    "ClassificationReport": "evaluation.callback",
-    "LabelData": "data.label_data",
-    "TextClassifier": "module",
-    "classify": "inference.classify",
-    "export": "inference.exporting",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}.")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "ClassificationReport": "evaluation.callback",
+        "LabelData": "data.label_data",
+        "TextClassifier": "module",
+        "classify": "inference.classify",
+        "export": "inference.exporting",
+    },
+)

@@ -1,6 +1,5 @@
 """The classifier as a LightningModule: exact splits, calibration, complete checkpoints."""
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -12,22 +11,24 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.models.choices import check_choice
+from lightning_unified.models.classifier.data.identity import Identity
 from lightning_unified.models.classifier.evaluation.report import Outputs, Report, report
 from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
-from lightning_unified.models.classifier.identity import Identity
+from lightning_unified.models.classifier.hyperparameters import check_hyperparameters
 from lightning_unified.models.classifier.network import trimming
-from lightning_unified.models.classifier.network.network import Network
+from lightning_unified.models.classifier.network.network import build_network
+from lightning_unified.models.classifier.objective import ClassificationLoss
 from lightning_unified.models.classifier.objective import class_weights as weights_of
-from lightning_unified.models.classifier.objective import part_of_loss, total_weight
 from lightning_unified.models.classifier.optimizer import build_optimizer
+from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
 
 __all__ = ["TextClassifier"]
 
 _TOTAL = "total_weight"
+_ON_BAR = {"loss", "accuracy", "macro_f1"}
 
 
-class TextClassifier(LightningModule):
+class TextClassifier(RecomputeSwitch, LightningModule):
     """Fine-tune an encoder of transformers as a sequence classifier.
 
     The loss is the mean cross-entropy over the batch, weighted by class: a sum divided by the whole batch's weight. `prepare_batch`
@@ -109,49 +110,19 @@ class TextClassifier(LightningModule):
         lora_targets = None if lora_targets is None else [str(name) for name in lora_targets]
         architecture = None if architecture is None else dict(architecture)
         self.save_hyperparameters()
-        check_choice("schedule", schedule, ("linear", "cosine", "constant"))
-        check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
-        check_choice("attention", attention, ("sdpa", "eager"))
-        _check_least(weight_decay=(weight_decay, 0), calibration_bins=(calibration_bins, 1))
-        _check_least(labels=(labels, 2), lora_rank=(lora_rank, 1))
-        _check_above(learning_rate=learning_rate, eps=eps, lora_alpha=lora_alpha)
-        _check_shares(label_smoothing=label_smoothing, warmup_share=warmup_share)
-        _check_shares(lora_dropout=lora_dropout, dropout=dropout)
-        self.smoothing, self.calibrate, self.calibration_bins = label_smoothing, calibrate, calibration_bins
-        self.network = Network(
-            preset=preset,
-            encoder=encoder,
-            architecture=architecture,
-            load_pretrained=load_pretrained,
-            labels=labels or 2,
-            dropout=dropout,
-            attention=attention,
-            recompute=recompute,
-        )
-        if lora_rank is not None:
-            self.network.adapt(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, targets=lora_targets)
+        check_hyperparameters(locals())
+        self.network = build_network(self.hparams)
+        self.recompute = recompute
         self.identity = Identity()
         self.report: Report | None = None
-        self.trained_steps = 0
         self.register_buffer("temperature", torch.ones(()))
-        self.register_buffer("class_weights", None, persistent=False)
-        if isinstance(class_weights, str):
-            check_choice("class_weights", class_weights, ("none", "balanced"))
-        else:
-            self.class_weights = weights_of(class_weights, labels=labels or len(class_weights), counts=None)
+        known = None if isinstance(class_weights, str) else class_weights
+        weights = None if known is None else weights_of(known, labels=labels or len(known), counts=None)
+        self.objective = ClassificationLoss(smoothing=label_smoothing, weights=weights)
         self._outputs = Outputs()
 
-    @property
-    def recompute(self) -> bool:
-        """Whether each block recomputes its activations; a strategy may set it before the run."""
-        return self.network.recompute
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None:
-        self.network.recompute = bool(value)
-
+    @override
     def recompute_blocks(self) -> list[nn.Module]:
-        """Return the encoder's blocks, for activation checkpointing of some of them."""
         return self.network.blocks()
 
     @property
@@ -161,28 +132,16 @@ class TextClassifier(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Take label names, tokenizer, lengths and class counts from the data, for the checkpoint.
-
-        Raises:
-            ValueError: If they differ from those in training, or do not fit the encoder.
-        """
+        """Take label names, tokenizer, lengths and class counts from the data; see `Identity.take`."""
         # Lightning warns that the module's hook replaces the data's, which is intended
         warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             return
-        self.identity.take(data, vocabulary=self.network.vocabulary, positions=self.network.positions)
-        given, found = self.hparams["labels"], self.identity.label_names
-        if found and len(found) != self.network.labels:
-            if given is not None:
-                raise ValueError(
-                    f"model.labels={given}, and the data has {len(found)}: {', '.join(found[:8])}{' …' if len(found) > 8 else ''}. "
-                    "Leave model.labels out, or give the data that has as many."
-                )
-            self.network.resize_head(len(found))
+        self.identity.take(data, self.network, labels=self.hparams["labels"])
         counts = getattr(data, "class_counts", None)
         weights = weights_of(self.hparams["class_weights"], labels=self.network.labels, counts=counts)
-        self.class_weights = None if weights is None else weights.to(self.device)
+        self.objective.weights = None if weights is None else weights.to(self.device)
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -195,7 +154,7 @@ class TextClassifier(LightningModule):
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch with `total_weight`, the sum (a scalar) of its rows' class weights."""
-        return {**batch, _TOTAL: total_weight(batch["labels"], weights=self.class_weights)}
+        return {**batch, _TOTAL: self.objective.total_weight(batch["labels"])}
 
     @override
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -211,13 +170,7 @@ class TextClassifier(LightningModule):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
         if _TOTAL not in batch:
             batch = self.prepare_batch(batch)
-        loss = part_of_loss(
-            self.batch_logits(batch),
-            batch["labels"],
-            total=batch[_TOTAL],
-            weights=self.class_weights,
-            smoothing=self.smoothing,
-        )
+        loss = self.objective(self.batch_logits(batch), batch["labels"], total=batch[_TOTAL])
         if self._trainer is not None:
             self.log("train/loss", loss.detach(), on_step=True, prog_bar=True)
         return loss
@@ -242,45 +195,27 @@ class TextClassifier(LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self._judge("val", fit=self.calibrate and not self.trainer.sanity_checking)
+        self._report("val", calibrate=self.hparams["calibrate"] and not self.trainer.sanity_checking)
 
     @override
     def on_test_epoch_end(self) -> None:
-        self._judge("test", fit=False)
+        self._report("test", calibrate=False)
 
-    def _judge(self, stage: str, *, fit: bool) -> None:
+    def _report(self, stage: str, *, calibrate: bool) -> None:
         logits, labels = self._outputs.compute()
         self._outputs.reset()
-        if fit:
+        if calibrate:
             self.temperature.fill_(fit_temperature(logits, labels))
-        temperature = float(self.temperature) if self.calibrate else None
-        self.report = report(
-            logits,
-            labels,
-            label_names=self.label_names,
-            temperature=temperature,
-            bins=self.calibration_bins,
-        )
-        bar = {"loss", "accuracy", "macro_f1"}
+        scale = float(self.temperature) if self.hparams["calibrate"] else None
+        bins = self.hparams["calibration_bins"]
+        self.report = report(logits, labels, label_names=self.label_names, temperature=scale, bins=bins)
         for name, value in self.report.figures().items():
-            self.log(f"{stage}/{name}", value, prog_bar=name in bar)
+            self.log(f"{stage}/{name}", value, prog_bar=name in _ON_BAR)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW and its schedule, one value per step, for the Trainer's estimated steps.
-
-        Raises:
-            ValueError: If the schedule depends on the last step and the run has no end.
-        """
-        schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
-        if not math.isfinite(total) and (schedule != "constant" or self.hparams["warmup_share"]):
-            raise ValueError(
-                f"schedule={schedule!r} and warmup_share={self.hparams['warmup_share']} need to know the last step; set max_steps or "
-                "max_epochs, or schedule=constant and warmup_share=0."
-            )
-        return build_optimizer(
-            self.network, hparams=self.hparams, total_steps=total, precision=str(self.trainer.precision)
-        )
+        """Return AdamW and its schedule for the Trainer's estimated steps; see `build_optimizer`."""
+        return build_optimizer(self.network, hparams=self.hparams, trainer=self.trainer)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -291,38 +226,5 @@ class TextClassifier(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore label names and tokenizer.
-
-        Raises:
-            ValueError: If the checkpoint belongs to another model, or its labels or tokenizer differ from the data's.
-        """
-        saved = checkpoint.get("classifier")
-        if saved is None:
-            raise ValueError("this checkpoint is not one of TextClassifier: it holds no label names and no tokenizer.")
-        if len(saved["label_names"]) != self.network.labels:
-            if self.identity.label_names:
-                raise ValueError(
-                    f"the checkpoint has {len(saved['label_names'])} labels ({', '.join(saved['label_names'][:8])}), the data "
-                    f"{self.network.labels}; give the data it was trained on."
-                )
-            self.network.resize_head(len(saved["label_names"]))
-        self.identity.restore(saved)
-        self.trained_steps = int(checkpoint.get("global_step", 0))
-
-
-def _check_above(**given: float) -> None:
-    for name, value in given.items():
-        if value <= 0:
-            raise ValueError(f"{name}={value} must be above 0.")
-
-
-def _check_least(**given: tuple[float | None, float]) -> None:
-    for name, (value, least) in given.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value}; give {least} or more.")
-
-
-def _check_shares(**given: float | None) -> None:
-    for name, value in given.items():
-        if value is not None and not 0 <= value < 1:
-            raise ValueError(f"{name}={value} is not a share; give 0 up to, but not including, 1.")
+        """Restore label names and tokenizer; see `Identity.restore`."""
+        self.identity.restore(checkpoint.get("classifier"), self.network)

@@ -1,15 +1,13 @@
-"""Cross-entropy with class weights and label smoothing.
-
-A micro-batch's loss is a share of the whole batch's loss.
-"""
+"""Cross-entropy with class weights and label smoothing."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
-__all__ = ["IGNORED", "class_weights", "part_of_loss", "total_weight"]
+__all__ = ["IGNORED", "ClassificationLoss", "class_weights"]
 
 IGNORED = -100  # label of a row that is not scored, as in torch
 
@@ -48,24 +46,39 @@ def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence
     return torch.tensor(weights)
 
 
-def total_weight(labels: Tensor, *, weights: Tensor | None) -> Tensor:
-    """Return the summed class weights (a scalar) of the scored rows (B).
+class ClassificationLoss(nn.Module):
+    """Weighted cross-entropy of some rows, as their share of the whole batch's loss: all shares add up to torch's mean.
 
-    Equal weights give the number of scored rows.
+    Args:
+        smoothing: Share of a label's weight that is spread over all classes.
+        weights: One weight for each class (C); None for equal ones.
     """
-    scored = labels != IGNORED
-    if weights is None:
-        return scored.sum()
-    return (weights[labels.clamp(min=0)] * scored).sum()
 
+    weights: Tensor | None
 
-def part_of_loss(logits: Tensor, labels: Tensor, *, total: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
-    """Return some rows' share of the whole batch's loss; all shares add up to torch's mean.
+    def __init__(self, *, smoothing: float, weights: Tensor | None) -> None:
+        super().__init__()
+        self.smoothing = smoothing
+        self.register_buffer("weights", weights, persistent=False)
 
-    Shapes:
-        logits (B, C), labels (B), -100 where a row is not scored; total, the whole batch's `total_weight`.
-    """
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    own = None if weights is None else weights.to(scores.dtype)
-    summed = functional.cross_entropy(scores, labels, weight=own, label_smoothing=smoothing, reduction="sum")
-    return summed / total.clamp(min=torch.finfo(scores.dtype).tiny)
+    def total_weight(self, labels: Tensor) -> Tensor:
+        """Return the summed class weights (a scalar) of the scored rows (B).
+
+        Equal weights give the number of scored rows.
+        """
+        scored = labels != IGNORED
+        if self.weights is None:
+            return scored.sum()
+        return (self.weights[labels.clamp(min=0)] * scored).sum()
+
+    @override
+    def forward(self, logits: Tensor, labels: Tensor, *, total: Tensor) -> Tensor:
+        """Return the rows' share of the loss.
+
+        Shapes:
+            logits (B, C), labels (B), -100 where a row is not scored; total, the whole batch's `total_weight`.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        own = None if self.weights is None else self.weights.to(scores.dtype)
+        summed = functional.cross_entropy(scores, labels, weight=own, label_smoothing=self.smoothing, reduction="sum")
+        return summed / total.clamp(min=torch.finfo(scores.dtype).tiny)

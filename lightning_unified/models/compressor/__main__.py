@@ -14,8 +14,8 @@ from rich.progress import Progress
 
 from lightning_unified.models.commands import add_device, command_parser, read_text, run_command
 from lightning_unified.models.compressor.evaluation import held_out
-from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
-from lightning_unified.models.compressor.evaluation.report import plot, tables
+from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, EvaluationOptions, evaluate
+from lightning_unified.models.compressor.evaluation.report import tables, write_record
 from lightning_unified.models.compressor.evaluation.subject import require_trained
 from lightning_unified.models.compressor.inference import checkpoint, render
 from lightning_unified.models.compressor.inference.compress import compress
@@ -69,28 +69,27 @@ def _evaluate(options: argparse.Namespace) -> None:
         corpus, texts = held_out.sides(data)
     texts = held_out.read(options.data) if options.data else texts
     corpus = held_out.read(options.corpus) if options.corpus else corpus
-    length = options.length or module.text_length
+    chosen = EvaluationOptions(
+        keeps=options.keep,
+        length=options.length,
+        continuation=options.continuation,
+        per_document=options.per_document,
+        batch_size=options.batch_size,
+        reconstruct=not options.no_rouge,
+        seed=options.seed,
+    )
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("evaluating")
         record = evaluate(
             module,
             texts[: options.documents],
             corpus=corpus,
-            keeps=options.keep,
-            length=length,
-            continuation=options.continuation or max(length // 4, 1),
-            per_document=options.per_document,
-            batch_size=options.batch_size,
-            reconstruct=not options.no_rouge,
-            seed=options.seed,
+            options=chosen,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     record = {"checkpoint": options.checkpoint, "data": options.data or data, **record}
     if options.output:
-        folder = Path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        plot(record, folder / "evaluation.png")
+        write_record(record, Path(options.output), name="evaluation")
     if options.json:
         print(json.dumps(record, indent=1))
         return

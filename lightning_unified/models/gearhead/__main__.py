@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_unified.models.commands import add_device, command_parser, run_command
+from lightning_unified.models.gearhead.diagnoser import Diagnoser
 from lightning_unified.models.gearhead.generate import Sampling
-from lightning_unified.models.gearhead.inference import Diagnoser
 
 __all__ = ["main"]
 

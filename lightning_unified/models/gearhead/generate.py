@@ -69,8 +69,9 @@ def generate(
     """
     if not prompts:
         return []
-    limit, longest = network.config.positions, max(len(prompt) for prompt in prompts)
-    if min(len(prompt) for prompt in prompts) < 1:
+    lengths, limit = [len(prompt) for prompt in prompts], network.config.positions
+    longest = max(lengths)
+    if min(lengths) < 1:
         raise ValueError("a prompt is empty; give at least one token, such as <s>.")
     if longest >= limit:
         raise ValueError(

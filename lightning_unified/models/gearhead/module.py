@@ -10,27 +10,23 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn import functional
 from typing_extensions import override
 
 from lightning_unified.data.documents.record import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.models.choices import check_choice
-from lightning_unified.models.epoch_sums import EpochSums
+from lightning_unified.models.choices import check_numbers
+from lightning_unified.models.gearhead.diagnoser import write_samples
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.gearhead.optimizer import build_optimizer
-from lightning_unified.models.gearhead.presets import preset as preset_config
-from lightning_unified.models.gearhead.samples import write_samples
-from lightning_unified.nn.adamw import learning_rate_factor
-from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
+from lightning_unified.models.gearhead.objective import loss_sums, mean_loss, with_totals
+from lightning_unified.models.gearhead.sizes import preset as preset_config
+from lightning_unified.models.plain_checkpoint import check_same_sizes, check_vocabulary
+from lightning_unified.models.training import EpochSums, check_optimizer_choices, decay_groups, scheduled_adamw
 
 __all__ = ["GearHead"]
 
 
 class GearHead(LightningModule):
-    """A language model for equipment diagnostics.
-
-    The preset `gearhead-text` makes it a language model of plain text.
+    """A language model for equipment diagnostics; the preset `gearhead-text` makes it one of plain text.
 
     The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
     the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
@@ -43,7 +39,7 @@ class GearHead(LightningModule):
         `diagnosis_labels`, all (B, T) int64; -100 in labels is not scored. The last two may be absent.
 
     Args:
-        preset: A name in `presets.PRESETS`.
+        preset: A name in `sizes.PRESETS`.
         vocabulary: Token rows; None takes the preset's, as for the next five.
         positions: The longest text in tokens.
         width: Size of the residual stream.
@@ -90,15 +86,15 @@ class GearHead(LightningModule):
     ) -> None:
         super().__init__()
         betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
-        check_choice("schedule", schedule, ("linear", "cosine", "constant"))
-        check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
-        if learning_rate <= 0 or eps <= 0:
-            raise ValueError(f"learning_rate={learning_rate} and eps={eps} must both be above 0.")
-        if min(warmup_steps, diagnosis_weight, weight_decay) < 0:
-            raise ValueError(
-                f"warmup_steps={warmup_steps}, diagnosis_weight={diagnosis_weight}, weight_decay={weight_decay}: "
-                "none may be below 0."
-            )
+        check_optimizer_choices(schedule=schedule, optimizer_kernel=optimizer_kernel)
+        check_numbers(
+            positive={"learning_rate": learning_rate, "eps": eps},
+            not_negative={
+                "warmup_steps": warmup_steps,
+                "weight_decay": weight_decay,
+                "diagnosis_weight": diagnosis_weight,
+            },
+        )
         self.save_hyperparameters()
         self.config = preset_config(
             preset,
@@ -112,8 +108,7 @@ class GearHead(LightningModule):
         )
         self.network = GearHeadNetwork(self.config, recompute=recompute)
         self.tokenizer: Tokenizer | None = None
-        # loss, tokens, diagnosis loss, diagnoses, right diagnoses
-        self._validation = EpochSums(5)
+        self._validation = EpochSums(5)  # loss, tokens, diagnosis loss, diagnoses, right diagnoses
 
     @property
     def recompute(self) -> bool:
@@ -141,20 +136,11 @@ class GearHead(LightningModule):
         Raises:
             ValueError: If it has more tokens than the model has rows, or its special tokens have other ids than in `documents.record`.
         """
-        size = tokenizer.get_vocab_size()
-        if size > self.config.vocabulary:
-            raise ValueError(
-                f"the tokenizer has {size:,} tokens, the model's vocabulary is {self.config.vocabulary:,}; train the tokenizer "
-                f"with at most {self.config.vocabulary:,} or set the model's vocabulary={size}."
-            )
+        trained = None if self.tokenizer is None else self.tokenizer.get_vocab()
+        check_vocabulary(tokenizer.get_vocab(), rows=self.config.vocabulary, trained=trained)
         for token, row in (("<pad>", PAD_ID), ("<s>", BOS_ID), ("</s>", EOS_ID)):
             if tokenizer.token_to_id(token) != row:
                 raise ValueError(f"{token} has id {tokenizer.token_to_id(token)} in this tokenizer; it must be {row}.")
-        if self.tokenizer is not None and self.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(
-                f"this model was trained with another tokenizer ({self.tokenizer.get_vocab_size():,} tokens) than the one "
-                f"given ({size:,} tokens); its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
-            )
         self.tokenizer = tokenizer
 
     def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
@@ -162,15 +148,8 @@ class GearHead(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with `scored_tokens` and `scored_diagnoses` (scalars).
-
-        They are the whole batch's numbers of loss terms.
-        """
-        diagnoses = batch.get("diagnosis_labels")
-        asked = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
-        if diagnoses is not None:
-            asked = (diagnoses != IGNORED).sum()
-        return {**batch, "scored_tokens": (batch["labels"][:, 1:] != IGNORED).sum(), "scored_diagnoses": asked}
+        """Return the batch with the whole batch's numbers of loss terms, see `objective.with_totals`."""
+        return with_totals(batch)
 
     @override
     def forward(self, input_ids: Tensor, error_code_ids: Tensor | None = None) -> Tensor:
@@ -181,27 +160,17 @@ class GearHead(LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int = 0) -> Tensor:
         if "scored_tokens" not in batch:
             batch = self.prepare_batch(batch)
-        sums = self._sums(batch)
-        loss = sums["loss"] / batch["scored_tokens"].clamp(min=1)
-        if self.network.diagnostic_head is not None:
-            diagnosis_loss = sums["diagnosis_loss"] / batch["scored_diagnoses"].clamp(min=1)
-            loss = loss + self.hparams["diagnosis_weight"] * diagnosis_loss
+        weight = self.hparams["diagnosis_weight"]
+        loss = mean_loss(self.network, batch, diagnosis_weight=weight, chunk_rows=self.loss_chunk_rows)
         if self._trainer is not None:
             self.log("train/loss", loss.detach(), on_step=True, prog_bar=True)
         return loss
 
     @override
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int = 0) -> None:
-        sums = self._sums(batch)
-        counted = self.prepare_batch(batch)
-        terms = (
-            sums["loss"],
-            counted["scored_tokens"],
-            sums["diagnosis_loss"],
-            counted["scored_diagnoses"],
-            sums["right"],
-        )
-        self._validation.update(torch.stack([term.float() for term in terms]))
+        sums, totals = loss_sums(self.network, batch, chunk_rows=self.loss_chunk_rows), with_totals(batch)
+        losses = (sums["loss"], totals["scored_tokens"], sums["diagnosis_loss"], totals["scored_diagnoses"])
+        self._validation.update(torch.stack([term.float() for term in (*losses, sums["right"])]))
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -214,26 +183,6 @@ class GearHead(LightningModule):
             self.log("val/diagnosis_loss", diagnosis_loss / diagnoses)
             self.log("val/diagnosis_accuracy", right / diagnoses)
 
-    def _sums(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        hidden = self.network(batch["input_ids"], batch.get("error_code_ids"))
-        # The labels are shifted, not the vectors: a copy of (B, T) integers is cheap, one of (B, T, D) is not.
-        labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        weight = self.network.token_embedding.weight
-        zero = torch.zeros((), device=hidden.device)
-        sums = {
-            "loss": linear_cross_entropy(
-                hidden, weight=weight, labels=labels, reduction="sum", chunk_rows=self.loss_chunk_rows
-            ),
-            "diagnosis_loss": zero,
-            "right": zero,
-        }
-        if self.network.diagnostic_head is not None:
-            scores = self.network.diagnose(hidden).flatten(0, 1)
-            asked = batch.get("diagnosis_labels", torch.full_like(batch["input_ids"], IGNORED)).flatten()
-            sums["diagnosis_loss"] = functional.cross_entropy(scores, asked, reduction="sum", ignore_index=IGNORED)
-            sums["right"] = (scores.detach().argmax(-1) == asked).sum()
-        return sums
-
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW and its schedule, one value per step, for the Trainer's estimated steps.
@@ -241,18 +190,8 @@ class GearHead(LightningModule):
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.
         """
-        schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
-        if schedule != "constant" and not math.isfinite(total):
-            raise ValueError(
-                f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
-            )
-        optimizer = build_optimizer(self.network, hparams=self.hparams, precision=self.trainer.precision)
-        warmup = self.hparams["warmup_steps"]
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: learning_rate_factor(step, warmup_steps=warmup, total_steps=total, schedule=schedule),
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        groups = decay_groups(self.network.parameters(), weight_decay=self.hparams["weight_decay"])
+        return scheduled_adamw(groups, hparams=self.hparams, trainer=self.trainer)
 
     def write_samples(self, *, seed: int) -> list[str]:
         """Return texts of the trained model, for a person to look at; none without a tokenizer."""
@@ -274,16 +213,7 @@ class GearHead(LightningModule):
         saved = checkpoint.get("gearhead")
         if saved is None:
             raise ValueError("this checkpoint is not one of GearHead: it holds no sizes and no tokenizer.")
-        sizes, own = saved["config"], asdict(self.config)
-        other = [
-            f"{key} {sizes.get(key)} (here {own[key]})"
-            for key in own
-            if key != "dropout" and sizes.get(key) != own[key]
-        ]
-        if other:
-            raise ValueError(
-                f"the checkpoint has other sizes: {', '.join(other)}. Build the model with the checkpoint's."
-            )
+        check_same_sizes(saved["config"], asdict(self.config))
         if saved["tokenizer"] is not None:
             given, self.tokenizer = self.tokenizer, Tokenizer.from_str(saved["tokenizer"])
             if given is not None:

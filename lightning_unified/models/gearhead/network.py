@@ -1,6 +1,4 @@
-"""The GearHead network: a pre-norm decoder with learned positions and a tied head.
-
-A second embedding holds fault codes.
+"""The GearHead network: a pre-norm decoder with learned positions, an embedding of fault codes and a tied head.
 
 Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
 """
@@ -12,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.models.decoder_sizes import check_parameters
+from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
 from lightning_unified.nn.kv_cache import KVCache
 
@@ -22,10 +21,7 @@ _INITIAL_STD = 0.02
 
 
 class _Attention(nn.Module):
-    """Causal self-attention, without dropout on its weights.
-
-    Such dropout would materialize B x H x T x T.
-    """
+    """Causal self-attention, without dropout on its weights, which would materialize B x H x T x T."""
 
     def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
         super().__init__()
@@ -73,9 +69,7 @@ class _Block(nn.Module):
 
 
 class GearHeadNetwork(nn.Module):
-    """Decoder from token ids to one vector per position.
-
-    Callers apply the head, possibly in chunks.
+    """Decoder from token ids to one vector per position; callers apply the head, possibly in chunks.
 
     Args:
         config: The sizes.
@@ -98,9 +92,7 @@ class GearHeadNetwork(nn.Module):
         self.ln_final = nn.LayerNorm(config.width, eps=1e-5)
         self.diagnostic_head = nn.Linear(config.width, config.num_diagnoses) if config.num_diagnoses else None
         self._initialise()
-        built = sum(parameter.numel() for parameter in self.parameters())
-        if built != config.parameters:
-            raise RuntimeError(f"built {built:,} parameters where the configuration states {config.parameters:,}.")
+        check_parameters(self, stated=config.parameters)
 
     @torch.no_grad()
     def _initialise(self) -> None:

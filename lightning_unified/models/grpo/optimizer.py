@@ -1,24 +1,28 @@
-"""AdamW over a policy's trained weights, with a learning rate of two phases.
-
-The phases are supervised training and GRPO.
-"""
+"""AdamW with a learning rate of two phases: supervised training and GRPO."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, Literal
 
-import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
 
-from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
+from lightning_unified.models.choices import check_numbers
+from lightning_unified.models.training import check_optimizer_choices, scheduled_adamw
+from lightning_unified.nn.adamw import learning_rate_factor
 
-__all__ = ["Rates", "build_optimizer", "phased_factor"]
+__all__ = ["Rates", "build_optimizer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Optimizer settings; each is the argument of `GRPO` of that name."""
+    """Optimizer settings; each is the argument of `GRPO` of that name.
+
+    Raises:
+        ValueError: If a name is unknown or a number is out of range.
+    """
 
     sft_steps: int
     sft_learning_rate: float
@@ -27,71 +31,46 @@ class Rates:
     betas: tuple[float, float]
     eps: float
     warmup_steps: int
-    schedule: str
-    optimizer_kernel: str
+    schedule: Literal["linear", "cosine", "constant"]
+    optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"]
+
+    def __post_init__(self) -> None:
+        check_optimizer_choices(schedule=self.schedule, optimizer_kernel=self.optimizer_kernel)
+        check_numbers(
+            positive={name: getattr(self, name) for name in ("learning_rate", "sft_learning_rate", "eps")},
+            not_negative={name: getattr(self, name) for name in ("sft_steps", "warmup_steps", "weight_decay")},
+        )
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], *, rates: Rates, total_steps: float, precision: str = "32-true"
+    parameters: Iterable[nn.Parameter], *, rates: Rates, trainer: Trainer
 ) -> OptimizerLRSchedulerConfig:
-    """Return AdamW and its schedule, one value a step.
+    """Return AdamW over the trained parameters, and its schedule, one value a step.
 
     Args:
-        parameters: The trained parameters.
+        parameters: The policy's parameters; those that require a gradient are trained.
         rates: Learning rates and schedule.
-        total_steps: Optimizer steps of the run, where a falling schedule reaches 0.
-        precision: The Trainer's; "16-mixed" brings a scaler, with which Lightning clips no gradients of a fused optimizer.
+        trainer: Gives the number of optimizer steps, where a falling schedule reaches 0, and the precision: "16-mixed" brings a
+            scaler, with which Lightning clips no gradients of a fused optimizer.
 
     Raises:
-        ValueError: If there is no trained parameter.
+        ValueError: If there is no trained parameter, or the schedule falls to 0 and the run has no end.
     """
-    trained = list(parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError(
             "no weight of the policy requires a gradient; give it adapters, or unfreeze what is to be trained."
         )
-    kernel = kernel_arguments(rates.optimizer_kernel, device=trained[0].device.type, precision=precision)
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=rates.learning_rate,
-        weight_decay=rates.weight_decay,
-        betas=rates.betas,
-        eps=rates.eps,
-        **kernel,
-    )
-    factor = partial(
-        phased_factor,
-        sft_steps=rates.sft_steps,
-        sft_share=rates.sft_learning_rate / rates.learning_rate,
-        warmup_steps=rates.warmup_steps,
-        total_steps=total_steps,
-        schedule=rates.schedule,
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    groups = [{"params": trained, "weight_decay": rates.weight_decay}]
+    share = partial(_share, sft_steps=rates.sft_steps, sft_peak=rates.sft_learning_rate / rates.learning_rate)
+    return scheduled_adamw(groups, hparams=asdict(rates), trainer=trainer, share=share)
 
 
-def phased_factor(
-    step: int, *, sft_steps: int, sft_share: float, warmup_steps: int, total_steps: float, schedule: str
-) -> float:
-    """Return the learning rate of optimizer step `step` as a share of GRPO's peak.
+def _share(step: int, *, sft_steps: int, sft_peak: float, total_steps: float, **schedule: Any) -> float:
+    """Return the learning rate of optimizer step `step`, from 0, as a share of GRPO's peak.
 
     The learning rate rises and falls once in each phase.
-
-    The learning rate rises and falls once in each phase.
-
-    Args:
-        step: The first is 0.
-        sft_steps: Steps of the first phase.
-        sft_share: Peak of the first phase divided by GRPO's.
-        warmup_steps: Warm-up of each phase, see `nn.adamw.learning_rate_factor`.
-        total_steps: Steps of both phases.
-        schedule: "linear", "cosine" or "constant".
     """
     if step < sft_steps:
-        return sft_share * learning_rate_factor(
-            step, warmup_steps=warmup_steps, total_steps=sft_steps, schedule=schedule
-        )
-    return learning_rate_factor(
-        step - sft_steps, warmup_steps=warmup_steps, total_steps=total_steps - sft_steps, schedule=schedule
-    )
+        return sft_peak * learning_rate_factor(step, total_steps=sft_steps, **schedule)
+    return learning_rate_factor(step - sft_steps, total_steps=total_steps - sft_steps, **schedule)

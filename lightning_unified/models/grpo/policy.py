@@ -1,6 +1,5 @@
 """Build or load the policy: a causal model of transformers, with or without adapters."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -11,20 +10,12 @@ from torch import nn
 
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.pretrained.adapters import adapt_linear_layers
+from lightning_unified.models.pretrained.architecture import read_architecture
 from lightning_unified.models.pretrained.gguf import GGUF_PACKAGES, converted
 from lightning_unified.models.pretrained.source import find_model, require
-from lightning_unified.models.pretrained.streaming import assign, stored_tensors, weight_files, without_values
+from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
-__all__ = [
-    "DTYPES",
-    "adapt",
-    "architecture_of",
-    "blocks_of",
-    "build_policy",
-    "find_policy",
-    "load_policy",
-    "read_architecture",
-]
+__all__ = ["DTYPES", "adapt", "build_policy", "find_policy", "load_policy"]
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What the model's own weights may be kept in."""
@@ -79,12 +70,7 @@ def build_policy(architecture: Mapping[str, Any], *, dtype: str = "float32", att
 def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
     """Load the causal language model in `folder`, with one copy of the weights in memory.
 
-    See `pretrained.streaming`.
-
-    Args:
-        folder: As `find_policy` returns.
-        dtype: As in `build_policy`; weights stored in another one are converted tensor by tensor.
-        attention: As in `build_policy`.
+    See `pretrained.streaming`. Weights stored in another dtype are converted tensor by tensor. See `build_policy` for the arguments.
 
     Raises:
         FileNotFoundError: If the folder holds no safetensors.
@@ -93,42 +79,21 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
     """
     with without_values():
         model = build_policy(read_architecture(folder), dtype=dtype, attention=attention)
-    wanted = dict(model.named_parameters())
-    found: set[str] = set()
-    for file in weight_files(folder):
-        for name, tensor in stored_tensors(file):
-            if name in wanted and tensor.shape == wanted[name].shape:
-                assign(model, name, tensor.to(DTYPES[dtype]))
-                found.add(name)
+    load_weights(model, folder, dtype=DTYPES[dtype])
     model.tie_weights()  # pyright: ignore[reportCallIssue]
-    lacking = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
-    if lacking:
-        raise RuntimeError(
-            f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(wanted)} parameters are missing or of another "
-            f"size, the first is {lacking[0]}. Give a folder whose files belong together."
-        )
+    lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    check_complete(lacking, model=model, folder=folder)
     return model
 
 
 def adapt(
     model: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
 ) -> None:
-    """Freeze a causal language model and add adapters, in place.
-
-    All linear layers except the head receive adapters.
+    """Freeze a causal language model, and add adapters to all linear layers but the head.
 
     Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
 
-    Args:
-        model: As `build_policy` or `load_policy` returns.
-        rank: See `pretrained.adapters`, as for the other three.
-        alpha: See there.
-        dropout: See there.
-        targets: See there.
-
-    Raises:
-        RuntimeError: If peft is not installed.
-        ValueError: If no linear layer has one of the names.
+    See `pretrained.adapters.adapt_linear_layers` for the arguments and errors.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -143,20 +108,3 @@ def adapt(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-
-
-def read_architecture(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a folder as plain data."""
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-
-def architecture_of(model: nn.Module) -> dict[str, Any]:
-    """Return a model's configuration as plain data, for `build_policy`."""
-    return json.loads(json.dumps(model.config.to_diff_dict(), default=str))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model's blocks in running order: its longest list of modules of one class."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    alike = [list(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1]
-    return max(alike, key=len, default=[])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unified.models.grpo.scoring import evaluating
+from lightning_unified.models.grpo.language_model import evaluating
 
 __all__ = ["Reference"]
 
@@ -84,34 +84,25 @@ class Reference(nn.Module):
 
     @contextmanager
     def _swapped(self, policy: nn.Module) -> Iterator[None]:
-        owners = [(policy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._names]
-        places = _all_places(policy, [owner._parameters[leaf] for owner, leaf in owners])
-        copies = list(self.parameters())
-        trained = [owner._parameters[leaf] for owner, leaf in owners]
+        own = dict(policy.named_parameters())
+        copies = {id(own[name]): copy for name, copy in zip(self._names, self.parameters(), strict=True)}
+        places = [  # tied weights have several
+            (module._parameters, leaf, value)
+            for module in policy.modules()
+            for leaf, value in module._parameters.items()
+            if id(value) in copies
+        ]
         try:
-            for copy, found in zip(copies, places, strict=True):
-                for owner, leaf in found:
-                    owner._parameters[leaf] = copy
+            for parameters, leaf, value in places:
+                parameters[leaf] = copies[id(value)]
             yield
         finally:
-            for own, found in zip(trained, places, strict=True):
-                for owner, leaf in found:
-                    owner._parameters[leaf] = own
+            for parameters, leaf, value in places:
+                parameters[leaf] = value
 
     @override
     def forward(self) -> None:
         raise NotImplementedError("a reference runs the policy: with reference.on(policy): policy(...)")
-
-
-def _all_places(policy: nn.Module, values: list[Any]) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each value in `policy`; tied weights have several."""
-    wanted = {id(value): index for index, value in enumerate(values)}
-    places: list[list[tuple[nn.Module, str]]] = [[] for _ in values]
-    for owner in policy.modules():
-        for leaf, value in owner._parameters.items():
-            if id(value) in wanted:
-                places[wanted[id(value)]].append((owner, leaf))
-    return places
 
 
 def _adapter_layers(policy: nn.Module) -> list[Any]:

@@ -4,9 +4,10 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", se
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from torch import nn
+
+from lightning_unified.models.pretrained.source import require
 
 __all__ = ["adapt_linear_layers"]
 
@@ -28,8 +29,7 @@ def adapt_linear_layers(
         RuntimeError: If peft is not installed.
         ValueError: If no linear layer has one of the names.
     """
-    if find_spec("peft") is None:
-        raise RuntimeError(f"LoRA needs peft, which is not installed; run: pip install 'lightning-unified[{extra}]'")
+    require("peft", need="LoRA needs", extras=extra)
     from peft import LoraConfig, inject_adapter_in_model
 
     names = sorted({name.rpartition(".")[2] for name, layer in network.named_modules() if isinstance(layer, nn.Linear)})

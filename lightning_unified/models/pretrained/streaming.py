@@ -4,13 +4,14 @@ The model is built without values. Each tensor of a safetensors file then become
 system copies when training first writes to them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["assign", "stored_tensors", "weight_files", "without_values"]
+__all__ = ["check_complete", "load_weights", "stored_tensors", "without_values"]
 
 
 @contextmanager
@@ -28,11 +29,25 @@ def without_values() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold a model's weights.
+def load_weights(
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    names_of: Callable[[str], Collection[str]] = lambda stored: (stored,),
+) -> set[str]:
+    """Replace a model's parameters by the tensors in a folder; return the missing names.
+
+    Parameters stay trained or frozen. A tensor of another size is skipped.
+
+    Args:
+        model: The model, built under `without_values`.
+        folder: Holds safetensors; pickled weights are not read.
+        dtype: Dtype of the parameters; tensors stored in another one are converted one by one.
+        names_of: Returns the names of parameters that a stored name may stand for; the first that exists is taken.
 
     Raises:
-        FileNotFoundError: If there is none. Pickled weights are not supported.
+        FileNotFoundError: If the folder holds no safetensors.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -40,7 +55,26 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds no .safetensors file; pickled weights are not read. Convert them: load the model with transformers "
             "and call save_pretrained."
         )
-    return files
+    wanted = dict(model.named_parameters())
+    found: set[str] = set()
+    for file in files:
+        for stored, tensor in stored_tensors(file):
+            name = next((one for one in names_of(stored) if one in wanted), None)
+            if name is not None and tensor.shape == wanted[name].shape:
+                path, _, own = name.rpartition(".")
+                parameter = nn.Parameter(tensor.to(dtype), requires_grad=wanted[name].requires_grad)
+                setattr(model.get_submodule(path), own, parameter)
+                found.add(name)
+    return wanted.keys() - found
+
+
+def check_complete(lacking: Collection[str], *, model: nn.Module, folder: Path) -> None:
+    """Raise a RuntimeError if a folder lacks parameters that the model needs."""
+    if lacking:
+        raise RuntimeError(
+            f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(list(model.parameters()))} parameters are "
+            f"missing or of another size, the first is {min(lacking)}. Give a folder whose files belong together."
+        )
 
 
 def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -50,10 +84,3 @@ def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118 - not a mapping
             yield name, opened.get_tensor(name)
-
-
-def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter `name` by `tensor`, trained or frozen as before."""
-    path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    setattr(module, own, nn.Parameter(tensor, requires_grad=bool(getattr(module, own).requires_grad)))

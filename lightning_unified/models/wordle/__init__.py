@@ -3,8 +3,9 @@
 Playing needs no torch: the names below are imported on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_unified.models import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_unified.models.wordle.data.wordle_data import WordleData
@@ -12,10 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Wordle", "WordleData"]
 
-_HOMES = {"Wordle": "module", "WordleData": "data.wordle_data"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}.")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_exports(__name__, {"Wordle": "module", "WordleData": "data.wordle_data"})

@@ -1,33 +1,34 @@
 """Wordle as a LightningModule: imitation of a solver, then GRPO with the game's rewards."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unified.models.choices import check_choice
 from lightning_unified.models.grpo import GRPO
-from lightning_unified.models.grpo.policy import (
-    DTYPES,
-    adapt,
-    architecture_of,
-    blocks_of,
-    build_policy,
-    find_policy,
-    load_policy,
-    read_architecture,
-)
+from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
 from lightning_unified.models.pretrained.chat import ChatTokenizer
-from lightning_unified.models.wordle.presets import preset as preset_called
-from lightning_unified.models.wordle.task import WordleTask
-from lightning_unified.nn.recomputing import Recomputing
+from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
+from lightning_unified.models.wordle.data.identity import Identity
+from lightning_unified.models.wordle.policy import frozen_names, policy_of
+from lightning_unified.models.wordle.rewards import COMPONENTS, WordleTask
 
 __all__ = ["Wordle"]
 
+_ARGUMENTS_OF_GRPO = signature(GRPO.__init__).parameters.keys() - {
+    "self",
+    "model",
+    "task",
+    "decode",
+    "stop_ids",
+    "sampler",
+}
 
-class Wordle(GRPO):
+
+class Wordle(RecomputeSwitch, GRPO):
     """`GRPO` with the language model, the rewards and the tokenizer of the game.
 
     Words, prompts and tokenizer come from the data module (`WordleData`) when a fit begins. Each checkpoint holds the tokenizer and the
@@ -124,119 +125,38 @@ class Wordle(GRPO):
         # lists and mappings of a configuration library must not enter the checkpoint
         lora_targets = None if lora_targets is None else [str(name) for name in lora_targets]
         architecture = None if architecture is None else dict(architecture)
-        check_choice("dtype", dtype, DTYPES)
-        check_choice("attention", attention, ("sdpa", "eager"))
-        model, is_read = _model(
-            preset, pretrained, architecture, load=load_pretrained, kept={"dtype": dtype, "attention": attention}
-        )
-        if lora_rank is not None:
-            adapt(model, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, targets=lora_targets)
-        weights = {"format": format, "valid": valid, "consistent": consistent, "entropy": entropy, "solved": solved}
-        text, stop_ids = _Text(), []
+        given = locals()
+        model, is_read = policy_of(given)
+        weights = {name: given[name] for name in COMPONENTS}
+        identity = Identity()
         super().__init__(
             model,
             task=WordleTask(**weights, entropy_from_step=entropy_from_step),
-            decode=text,
-            stop_ids=stop_ids,
-            group_size=group_size,
-            max_new_tokens=max_new_tokens,
-            completion_budget=completion_budget,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            scale_rewards=scale_rewards,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            beta=beta,
-            inner_iterations=inner_iterations,
-            sft_steps=sft_steps,
-            sft_learning_rate=sft_learning_rate,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            betas=betas,
-            eps=eps,
-            warmup_steps=warmup_steps,
-            schedule=schedule,
-            optimizer_kernel=optimizer_kernel,
+            decode=identity,
+            stop_ids=identity.stop_ids,
+            **{name: given[name] for name in _ARGUMENTS_OF_GRPO & given.keys()},
         )
-        self._text, self._stop_ids = text, stop_ids
+        self.identity = identity
         self._leaves_out = is_read and lora_rank is not None
-        self._temperatures = (temperature, temperature_end)
-        self.game: dict[str, Any] = {}
         self.trained_steps = 0
-        self._recomputing: Recomputing | None = None
         self.recompute = recompute
 
-    @property
-    def recompute(self) -> bool:
-        """Whether each block recomputes its activations; a strategy may set it before the run."""
-        return self._recomputing is not None
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None:
-        if value and self._recomputing is None:
-            self._recomputing = Recomputing(self.recompute_blocks())
-        elif not value and self._recomputing is not None:
-            self._recomputing.remove()
-            self._recomputing = None
-
+    @override
     def recompute_blocks(self) -> list[nn.Module]:
-        """Return the policy's blocks, for activation checkpointing of some of them."""
         return blocks_of(self.policy)
 
     @property
     def chat(self) -> ChatTokenizer:
-        """The tokenizer with its template.
-
-        Raises:
-            RuntimeError: If neither data nor a checkpoint has set one.
-        """
-        if self._text.chat is None:
-            raise RuntimeError(
-                "this model has no tokenizer yet; train it with WordleData, or load a checkpoint of such a run."
-            )
-        return self._text.chat
-
-    def attach(self, chat: ChatTokenizer) -> None:
-        """Set this model's tokenizer.
-
-        Raises:
-            ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
-        """
-        rows = int(self.policy.config.vocab_size)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        if len(chat) > rows:
-            raise ValueError(
-                f"the tokenizer has {len(chat):,} tokens, the model's vocabulary is {rows:,}; set data.pretrained to the model's own, or "
-                f"lower data.vocab_size to {rows}."
-            )
-        if self._text.chat is not None and self._text.chat != chat:
-            raise ValueError(
-                "this model was trained with another tokenizer or chat template than the data's; set data.pretrained and "
-                "data.vocab_size as they were."
-            )
-        self._text.chat = chat
-        self._stop_ids[:] = [chat.end_id]
+        """The tokenizer with its template; see `Identity.chat`."""
+        return self.identity.chat
 
     @override
     def setup(self, stage: str) -> None:
-        """Take tokenizer, words and prompts from the data.
-
-        Raises:
-            ValueError: If the tokenizer differs from this model's, or prompt and completion exceed its positions.
-        """
+        """Take tokenizer, words and prompts from the data; see `Identity.take`."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        if not hasattr(data, "chat"):
-            return
-        positions = getattr(self.policy.config, "max_position_embeddings", None)
-        if positions is not None and positions < data.prompt_length + self.max_new_tokens:
-            raise ValueError(
-                f"data.prompt_length={data.prompt_length} and model.max_new_tokens={self.max_new_tokens} have no place in the model's "
-                f"{positions} positions; lower them."
-            )
-        self.attach(data.chat)
-        self.task.take(data.words, patterns=data.patterns, examples=data.examples)  # pyright: ignore[reportAttributeAccessIssue]
-        settings = ("words", "held_out_fraction", "seed", "prompt_length")
-        self.game = {name: data.hparams[name] for name in settings}
+        if hasattr(data, "chat"):
+            self.identity.take(data, self.policy.config, max_new_tokens=self.sampling.max_new_tokens)
+            self.task.take(data.words, patterns=data.patterns, examples=data.examples)  # pyright: ignore[reportAttributeAccessIssue]
 
     def largest_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the largest prepared batch for `batch`, without sampling; plans use it."""
@@ -253,24 +173,21 @@ class Wordle(GRPO):
         if "prompt" in batch:
             prompts, length = batch["prompt"].shape
         elif "advantages" in batch:
-            prompts = -(-len(batch["tokens"]) // self.group_size)
+            prompts = -(-len(batch["tokens"]) // self.sampling.group_size)
             length = batch["tokens"].shape[1] - batch["chosen"].shape[1]
         else:
             return {}
-        rows = prompts * self.group_size
-        return {"rows": rows, "prompts": prompts, "prompt": length, "new": self.max_new_tokens}
+        rows = prompts * self.sampling.group_size
+        return {"rows": rows, "prompts": prompts, "prompt": length, "new": self.sampling.max_new_tokens}
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Set the temperature at which this batch's completions are sampled and scored."""
-        first, last = self._temperatures
-        if last is None or "labels" in batch:
-            return
-        sft_steps = self.hparams["sft_steps"]
-        total = float(self.trainer.estimated_stepping_batches) - sft_steps
-        done = (self.trainer.global_step - sft_steps) // self.inner_iterations * self.inner_iterations
-        share = min(max(done / max(total - 1, 1), 0.0), 1.0)
-        self.temperature = first + share * (last - first)
+        first, last, sft_steps = (self.hparams[name] for name in ("temperature", "temperature_end", "sft_steps"))
+        if last is not None and "labels" not in batch:
+            total = float(self.trainer.estimated_stepping_batches) - sft_steps
+            done = (self.trainer.global_step - sft_steps) // self.inner_iterations * self.inner_iterations
+            self.temperature = first + min(max(done / max(total - 1, 1), 0.0), 1.0) * (last - first)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -279,13 +196,9 @@ class Wordle(GRPO):
         Playing needs only this file and the left-out weights.
         """
         super().on_save_checkpoint(checkpoint)
-        checkpoint["wordle"] = {
-            "chat": None if self._text.chat is None else self._text.chat.to_dict(),
-            "game": dict(self.game),
-            "complete": not self._leaves_out,
-        }
+        checkpoint["wordle"] = {**self.identity.state(), "complete": not self._leaves_out}
         if self._leaves_out:
-            for name in self._frozen():
+            for name in frozen_names(self.policy):
                 checkpoint["state_dict"].pop(name, None)
         else:
             own = {"architecture": architecture_of(self.policy), "load_pretrained": False}
@@ -309,41 +222,6 @@ class Wordle(GRPO):
                     "load_pretrained=true and give the model and the adapters it was trained with."
                 )
             own = self.state_dict()
-            checkpoint["state_dict"].update({name: own[name] for name in self._frozen()})
+            checkpoint["state_dict"].update({name: own[name] for name in frozen_names(self.policy)})
         self.trained_steps = int(checkpoint.get("global_step", 0))
-        self.game = dict(saved["game"])
-        if saved["chat"] is not None:
-            self.attach(ChatTokenizer.from_dict(saved["chat"]))
-
-    def _frozen(self) -> list[str]:
-        trained = {id(one) for one in self.policy.parameters() if one.requires_grad}
-        held = self.policy.state_dict(prefix="policy.", keep_vars=True)
-        return [name for name, value in held.items() if id(value) not in trained]
-
-
-class _Text:
-    """Decoder of token ids whose tokenizer is set later."""
-
-    def __init__(self) -> None:
-        self.chat: ChatTokenizer | None = None
-
-    def __call__(self, ids: list[int]) -> str:
-        if self.chat is None:
-            raise RuntimeError(
-                "this model has no tokenizer yet; train it with WordleData, or load a checkpoint of such a run."
-            )
-        return self.chat.decode(ids)
-
-
-def _model(
-    name: str, pretrained: str | None, architecture: Mapping[str, Any] | None, *, load: bool, kept: Mapping[str, str]
-) -> tuple[nn.Module, bool]:
-    """Return the language model, and whether its weights were read from files."""
-    chosen = preset_called(name)
-    source = pretrained or (chosen.pretrained if architecture is None else None)
-    has_values = not torch.empty(0).is_meta
-    if source is not None and load and has_values and architecture is None:
-        return load_policy(find_policy(source), **kept), True
-    if pretrained is not None and architecture is None:
-        architecture = read_architecture(find_policy(pretrained))
-    return build_policy(architecture or chosen.architecture, **kept), source is not None and load
+        self.identity.restore(saved, vocabulary=int(self.policy.config.vocab_size))  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

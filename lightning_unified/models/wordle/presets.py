@@ -1,9 +1,10 @@
 """Named language models for Wordle, with their sources and sizes, which suffice for a plan."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_unified.models.choices import check_choice
 
 __all__ = ["PRESETS", "Preset", "preset"]
 
@@ -56,7 +57,7 @@ PRESETS: dict[str, Preset] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         },
         parameters=494_032_768,
-        purpose="Qwen2.5-0.5B-Instruct, for who has its weights and 16 GB",
+        purpose="Qwen2.5-0.5B-Instruct, for users with its weights and 16 GB",
     ),
     "wordle-qwen2_5_3b": Preset(
         pretrained="Qwen/Qwen2.5-3B-Instruct",
@@ -67,7 +68,7 @@ PRESETS: dict[str, Preset] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         },
         parameters=3_085_938_688,
-        purpose="Qwen2.5-3B-Instruct, for who has its weights",
+        purpose="Qwen2.5-3B-Instruct, for users with its weights",
     ),
 }  # fmt: skip
 
@@ -78,8 +79,5 @@ def preset(name: str) -> Preset:
     Raises:
         ValueError: If there is no such preset.
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" did you mean {near[0]}?" if near else ""
-        raise ValueError(f"there is no preset {name!r};{hint} choose from {', '.join(PRESETS)}.")
+    check_choice("preset", name, PRESETS)
     return PRESETS[name]

@@ -1,14 +1,19 @@
-"""Rewards of answers: none without the required form, and none above the secret's."""
+"""Rewards of answers: none without the required form, and none above the secret's; and Wordle as a task of GRPO."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_unified.models.wordle.game.candidates import Patterns
 from lightning_unified.models.wordle.game.state import MAX_TURNS, State
 from lightning_unified.models.wordle.game.words import WordList
-from lightning_unified.models.wordle.prompts import parse
+from lightning_unified.models.wordle.prompts import STOP, parse
 
-__all__ = ["COMPONENTS", "Reward"]
+__all__ = ["COMPONENTS", "Reward", "WordleTask"]
 
 COMPONENTS: tuple[str, ...] = ("format", "valid", "consistent", "entropy", "solved")
 
@@ -106,3 +111,49 @@ class Reward:
         if self._last is None or self._last[0] != state:
             self._last = state, self.patterns.candidates(state.turns)
         return self._last[1]
+
+
+class WordleTask:
+    """Reward completions by the number of their prompt, after the data has set the prompts.
+
+    Args:
+        weights: Keyword arguments of `Reward`.
+    """
+
+    stop = STOP
+
+    def __init__(self, **weights: float) -> None:
+        self._weights = weights
+        self._reward: Reward | None = None
+        self._examples: Sequence[tuple[str, State]] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WordleTask":
+        return self  # a copy of the module uses the same words
+
+    def take(self, words: WordList, *, patterns: Patterns, examples: Sequence[tuple[str, State]]) -> None:
+        """Set the words of the game, and each prompt's secret and state by its number.
+
+        Raises:
+            ValueError: If the weights make no sense.
+        """
+        self._reward = Reward(words, patterns, **self._weights)  # pyright: ignore[reportArgumentType]
+        self._examples = examples
+
+    def rewards(self, examples: Tensor, completions: Sequence[str], *, step: int = 0) -> dict[str, Tensor]:
+        """Return the components and their sum as "total", each (B · G) float32.
+
+        The device is that of `examples` (B · G).
+
+        Raises:
+            RuntimeError: If no data has set the prompts.
+        """
+        if self._reward is None:
+            raise RuntimeError("the prompts are not set; train with WordleData, or call take().")
+        reward, asked = self._reward, [self._examples[number] for number in examples.tolist()]
+        paid = [
+            reward(secret, state, text, step=step) for (secret, state), text in zip(asked, completions, strict=True)
+        ]
+        return {
+            name: torch.tensor([one[name] for one in paid], dtype=torch.float32, device=examples.device)
+            for name in (*COMPONENTS, "total")
+        }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,13 @@ class GradientBuffer:
             self._members.append(names)
         self.places = self._views(self.blocks)
         self._own = [_users(block) for block in self.blocks]
+
+    def of(self, parameters: Mapping[str, Tensor]) -> "GradientBuffer":
+        """Return the buffer for `parameters`: this one if names, shapes, dtypes and devices are the same."""
+        if _kinds(parameters) != _kinds(self.places):
+            return GradientBuffer(parameters)
+        self.parameters = parameters
+        return self
 
     def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -109,6 +117,10 @@ class GradientBuffer:
             if has_place:
                 users[place.untyped_storage().data_ptr()] += 1
         return [_users(block) for block in self.blocks] == list(users.values())
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    return [(name, one.shape, one.dtype, one.device) for name, one in tensors.items()]
 
 
 def _reduces() -> bool:

@@ -4,30 +4,25 @@ A step of a small model waits for its host: Python launches hundreds of kernels 
 call. benchmarks/models/classifier/rivals.py measures the gain.
 """
 
-import logging
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._pytree import tree_leaves
 
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
-from lightning_unified.nn.cuda_graphs.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
+from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import Call, Recording, Turn, call_of, record, recording_stream
+from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
+from lightning_unified.nn.warn_once import warn_once
 
 __all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]
 
-log = logging.getLogger("lightning_unified")
-
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
-_SETTLED = 8  # judgement: calls in a row that bring no new shape before all shapes are recorded
-_STALE = 256  # judgement: calls without a shape after which another shape may take its place
 _CHANGES = 64  # judgement: changes of the network after which its calls stay eager
 
 
@@ -60,6 +55,7 @@ class RecordedCalls:
 
     Attributes:
         gradients: The gradient buffer's blocks, as many bytes as the trained parameters. The list object never changes.
+        is_refused: Whether a reason is known why no call can be recorded.
 
     Raises:
         ValueError: If the network has no trained parameter, or its calls are replaced already.
@@ -72,31 +68,23 @@ class RecordedCalls:
             raise ValueError(f"{name} has no trained parameter: there is no backward pass to record.")
         if network._compiled_call_impl is not None:
             raise ValueError(f"calls of {name} are replaced already (Module.compile does it too): remove that first.")
-        self._network, self._most, self._device = network, most, trained[0].device
+        self._network, self._device = network, trained[0].device
         self.gradients: list[Tensor] = []
         self._buffer = GradientBuffer({})
         self._state: tuple[Any, ...] | None = None
-        self._known: dict[Hashable, Call] = {}
-        self._again: set[Hashable] = set()  # the keys that came more than once
-        self._last: dict[Hashable, int] = {}  # the call number in which each key came last
-        self._calls = 0
+        self._shapes = KnownShapes(most=most)
         self._pool: Any = None
         self._recordings: dict[Hashable, Recording] = {}
         self._written: dict[int, Tensor] = {}
         self._turn: weakref.ref[Turn] | None = None
-        self._refused = False
+        self.is_refused = False
         self._changes = -1  # the first state is none
-        self._quiet = self._failures = self._shortages = 0
+        self._failures = self._shortages = 0
         self._said: set[str] = set()
         self._begin(state_of(network))
         if self._device.type == "cuda":
             recording_stream(self._device)  # takes its memory before a plan counts the free bytes
         network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # what __call__ calls; torch drops it from copies
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether a reason is known why no call can be recorded."""
-        return self._refused
 
     @property
     def recorded(self) -> int:
@@ -110,15 +98,14 @@ class RecordedCalls:
     def release(self) -> None:
         """Free all recordings; they are made again when their shapes come again."""
         self._recordings.clear()
-        self._quiet, self._pool = 0, None
+        self._shapes.unsettle()
+        self._pool = None
 
     def remove(self) -> None:
         """Restore the network; a second call does nothing."""
         if vars(self._network).get("_compiled_call_impl") is self:
             self._network._compiled_call_impl = None
-        self.release()
-        self._forget()
-        self._written.clear()
+        self._drop()
         self._free_buffer()
         self._state = None
 
@@ -130,37 +117,21 @@ class RecordedCalls:
         state = state_of(self._network)
         if state != self._state:
             self._begin(state)
-        if self._refused or self._waits:
+        if self.is_refused or self._waits:
             return eager(*args, **kwargs)
-        self._calls += 1
-        if call.key not in self._known:
+        if not self._shapes.came(call.key):
             return self._first(call, args, kwargs)
-        self._last[call.key] = self._calls
-        if call.key not in self._recordings:
-            self._quiet += 1
-            self._again.add(call.key)
-            if self._quiet < _SETTLED or not self._record():
-                return eager(*args, **kwargs)
+        if call.key not in self._recordings and not (self._shapes.came_again(call.key) and self._record()):
+            return eager(*args, **kwargs)
         turn = Turn()
         self._turn = weakref.ref(turn)
         return self._recordings[call.key].replay(call.tensors, turn=turn)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return the call, or None if modes, hooks or contexts around it forbid a replay."""
-        watched = (
-            not (self._network.training and torch.is_grad_enabled())
-            or self._changes > _CHANGES
-            or torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._len_torch_function_stack() > 0
-            or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
-            or saves_elsewhere()
-            or torch.is_anomaly_enabled()  # looks at values in the backward pass
-            or _has_any_global_hook()
-            or torch.cuda.is_current_stream_capturing()
-            or _paused.get()
-        )
-        return None if watched else call_of(args, kwargs, device=self._device)
+        if _paused.get() or self._changes > _CHANGES or must_run_eagerly(self._network):
+            return None
+        return call_of(args, kwargs, device=self._device)
 
     @property
     def _waits(self) -> bool:
@@ -173,19 +144,15 @@ class RecordedCalls:
 
     def _begin(self, state: tuple[Any, ...]) -> None:
         """Start anew for a network that has changed."""
-        self.release()
-        self._forget()
-        self._written.clear()
+        self._drop()
         self._state, self._changes = state, self._changes + 1
         trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
         if self._shortages < 2:
-            if _kinds(trained) != _kinds(self._buffer.places):
-                self._buffer = GradientBuffer(trained)
-                self.gradients[:] = self._buffer.blocks
-            self._buffer.parameters = trained
+            self._buffer = self._buffer.of(trained)
+            self.gradients[:] = self._buffer.blocks
         self._device = next(iter(trained.values())).device if trained else self._device
-        self._refused = False
-        reason = why_not(self._network) if trained else "none of its parameters is trained"
+        self.is_refused = False
+        reason = why_not(self._network)
         if self._shortages > 1:
             reason = _SHORT
         if self._changes > _CHANGES:
@@ -194,68 +161,39 @@ class RecordedCalls:
             self._refuse(reason)
 
     def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first call of a shape, and check whether it can be recorded.
-
-        This call warms up the kernels.
-        """
-        if len(self._known) >= self._most:
-            self._forget_stale()
-        if len(self._known) >= self._most:
-            self._say(f"is called with more than {self._most} shapes: the others run eagerly")
+        """Run the first call of a shape, which warms up the kernels, and check it for a recording."""
+        for key in self._shapes.make_room():
+            self._recordings.pop(key, None)
+        if self._shapes.is_full:
+            self._say(f"is called with more than {self._shapes.most} shapes: the others run eagerly")
             return self._network._call_impl(*args, **kwargs)
-        failures = _failures(self._device)
-        if failures != self._failures:
-            # memory ran out since: earlier shapes may be too large to come again
-            self._failures = failures
-            self._forget()
+        if (failures := _failures(self._device)) != self._failures:
+            self._failures = failures  # memory ran out since: earlier shapes may be too large to come again
+            self._shapes.forget()
         self.release()
-        watched = {id(one): (one, one._version) for one in (*call.tensors, *self._network.buffers())}
-        with Looking(self._device) as looking:
-            result = self._network._call_impl(*args, **kwargs)
-        written = {key: one for key, (one, version) in watched.items() if one._version != version}
-        reason = looking.reason or self._against(result, call, written)
-        if reason is None:
-            self._known[call.key], self._last[call.key] = call.example(), self._calls
-            self._written |= written
+        found = look(self._network, call, args, kwargs, state=self._state)
+        if found.reason is None:
+            self._shapes.add(call.example())
+            self._written |= found.written
         else:
-            self._refuse(reason)
-        return result
-
-    def _against(self, result: Any, call: Call, written: dict[int, Tensor]) -> str | None:
-        leaves = tree_leaves(result)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(type(leaf) not in (Tensor, type(None)) for leaf in leaves):
-            return "it returns something other than tensors and None"
-        if not any(one.requires_grad for one in outputs):
-            return "none of its outputs requires a gradient"
-        if any(id(one) in written for one in call.tensors):
-            return "it writes into its arguments"
-        if state_of(self._network) != self._state:
-            return "it replaces tensors of its own when it is called"
-        return reads_outside(outputs, inputs=call.tensors, parameters=[*self._network.parameters()])
+            self._refuse(found.reason)
+        return found.result
 
     def _record(self) -> bool:
-        """Record the shapes that came more than once, the largest first.
-
-        Smaller shapes reuse the memory of the largest one.
-
-        Returns:
-            Whether recording succeeded; False is final.
+        """Record the shapes that came more than once; return whether that succeeded, where False is final.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out for the first time; all recordings and known shapes are dropped then.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        due = [call for key, call in self._known.items() if key in self._again and key not in self._recordings]
         self._buffer.adopt()
         try:
-            for call in sorted(due, key=lambda one: one.elements, reverse=True):
+            for call in self._shapes.due(self._recordings):
                 self._recordings[call.key] = record(
                     self._network, call, buffer=self._buffer, written=[*self._written.values()], pool=self._pool
                 )
         except BaseException as error:
-            self.release()
-            self._forget()
+            self._drop()
             self._shortages += isinstance(error, torch.OutOfMemoryError)
             if self._shortages < 2 or not isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -265,33 +203,24 @@ class RecordedCalls:
         self._free_buffer()
         return False
 
+    def _drop(self) -> None:
+        """Free all recordings, and forget all shapes."""
+        self.release()
+        self._shapes.forget()
+        self._written.clear()
+
     def _free_buffer(self) -> None:
         """Free the gradient buffer, except for blocks that hold current gradients."""
         self._buffer = GradientBuffer({})
         self.gradients.clear()
 
-    def _forget(self) -> None:
-        self._known.clear()
-        self._again.clear()
-        self._last.clear()
-
-    def _forget_stale(self) -> None:
-        """Forget shapes that no longer come, as after a change of the micro-batch size."""
-        for key in [key for key in self._known if self._calls - self._last[key] > _STALE]:
-            for shapes in (self._known, self._last, self._recordings):
-                shapes.pop(key, None)
-            self._again.discard(key)
-
     def _refuse(self, reason: str) -> None:
-        self._refused = True
-        self._forget()
+        self.is_refused = True
+        self._shapes.forget()
         self._say(f"is not recorded, and runs eagerly as it is now: {reason}")
 
     def _say(self, what: str) -> None:
-        text = f"{type(self._network).__name__} {what}."
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("%s", text)
+        warn_once(self._said, f"{type(self._network).__name__} {what}.")
 
 
 def is_recorded(network: nn.Module) -> bool:
@@ -331,10 +260,6 @@ def _stand_ins(network: nn.Module) -> Iterator[RecordedCalls]:
         own = vars(module).get("_compiled_call_impl")
         if isinstance(own, RecordedCalls):
             yield own
-
-
-def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
-    return [(name, one.shape, one.dtype, one.device) for name, one in tensors.items()]
 
 
 def _failures(device: torch.device) -> int:

@@ -4,19 +4,22 @@ A graph repeats kernel launches. Decisions by value, waits for the device, copie
 the recording. Or they would end the recording with an error that leaves torch's CUDA generator unusable (torch 2.11 to 2.13).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_unified.nn.cuda_graphs.recording import Call
 from lightning_unified.nn.recomputing import is_recomputed
 
-__all__ = ["Looking", "reads_outside", "saves_elsewhere", "state_of", "why_not"]
+__all__ = ["FirstCall", "Looking", "look", "must_run_eagerly", "reads_outside", "state_of", "why_not"]
 
 _PLAIN = (nn.Parameter, Tensor)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,6 +51,8 @@ def state_of(network: nn.Module) -> tuple[Any, ...]:
 
 def why_not(network: nn.Module) -> str | None:
     """Return the reason that prevents recording `network` in its present state, or None."""
+    if not any(one.requires_grad for one in network.parameters()):
+        return "none of its parameters is trained"
     for name, module in network.named_modules():
         where = f"{name or 'it'} ({type(module).__name__})"
         if is_recomputed(module):
@@ -66,7 +71,22 @@ def why_not(network: nn.Module) -> str | None:
     return None
 
 
-def saves_elsewhere() -> bool:
+def must_run_eagerly(network: nn.Module) -> bool:
+    """Return whether modes, hooks or contexts around a call of `network` forbid a replay."""
+    return bool(
+        not (network.training and torch.is_grad_enabled())
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        or _saves_elsewhere()
+        or torch.is_anomaly_enabled()  # looks at values in the backward pass
+        or _has_any_global_hook()
+        or torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _saves_elsewhere() -> bool:
     """Return whether hooks change the tensors saved for the backward pass.
 
     Such hooks recompute (torch.utils.checkpoint), move or pack them.
@@ -120,7 +140,7 @@ class Looking(TorchDispatchMode):
         name = str(func).removesuffix(".default")
         if "c10d" in func.namespace:
             return f"{name} communicates with other processes"
-        if saves_elsewhere():
+        if _saves_elsewhere():
             return "what it saves for the backward pass is recomputed, moved or packed"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         goes_to = kwargs.get("device")
@@ -135,6 +155,57 @@ class Looking(TorchDispatchMode):
         if any(tag in func.tags for tag in _BY_VALUE):
             return f"{name} waits for values of the device"
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstCall:
+    """What an eager call of a new shape showed.
+
+    Attributes:
+        result: The network's result.
+        reason: Why the call cannot be recorded; None without a reason.
+        written: Arguments and buffers that the forward pass wrote, by id.
+    """
+
+    result: Any
+    reason: str | None
+    written: dict[int, Tensor]
+
+
+def look(
+    network: nn.Module, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, state: tuple[Any, ...] | None
+) -> FirstCall:
+    """Run `network` eagerly, and check whether the call can be recorded.
+
+    Args:
+        network: In train mode.
+        call: The call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        state: `state_of(network)` before the call.
+    """
+    watched = {id(one): (one, one._version) for one in (*call.tensors, *network.buffers())}
+    with Looking(call.tensors[0].device) as looking:
+        result = network._call_impl(*args, **kwargs)
+    written = {key: one for key, (one, version) in watched.items() if one._version != version}
+    reason = looking.reason or _why_not_result(network, result, call, written, state=state)
+    return FirstCall(result=result, reason=reason, written=written)
+
+
+def _why_not_result(
+    network: nn.Module, result: Any, call: Call, written: dict[int, Tensor], *, state: tuple[Any, ...] | None
+) -> str | None:
+    leaves = tree_leaves(result)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(type(leaf) not in (Tensor, type(None)) for leaf in leaves):
+        return "it returns something other than tensors and None"
+    if not any(one.requires_grad for one in outputs):
+        return "none of its outputs requires a gradient"
+    if any(id(one) in written for one in call.tensors):
+        return "it writes into its arguments"
+    if state_of(network) != state:
+        return "it replaces tensors of its own when it is called"
+    return reads_outside(outputs, inputs=call.tensors, parameters=[*network.parameters()])
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -169,12 +169,7 @@ class _Replay(torch.autograd.Function):
 
 
 def record(
-    network: nn.Module,
-    call: Call,
-    *,
-    buffer: GradientBuffer,
-    written: Sequence[Tensor],
-    pool: Any,
+    network: nn.Module, call: Call, *, buffer: GradientBuffer, written: Sequence[Tensor], pool: Any
 ) -> Recording:
     """Record `network` called with `call`; replays read the tensors of `call`.
 
@@ -200,10 +195,7 @@ def record(
     args, kwargs = call.arguments()
     # the outer stream context holds even where the end of a recording raises; torch.cuda.graph leaves its own stream set then
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad(), _no_collection():
-        with (
-            torch.autocast(device.type, dtype, enabled=on, cache_enabled=False),
-            torch.cuda.graph(forward, **settings),
-        ):
+        with torch.autocast(device.type, dtype, enabled=on, cache_enabled=False), torch.cuda.graph(forward, **settings):
             result = torch.func.functional_call(network, leaves, args, kwargs)
         flat, spec = tree_flatten(result)
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]

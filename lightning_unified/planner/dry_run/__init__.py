@@ -22,6 +22,7 @@ the read. A made-up value that can decide a shape lowers the confidence of the t
 shares with the module.
 """
 
-from lightning_unified.planner.dry_run.run import DryRuns, trace_step, trace_validation
+from lightning_unified.planner.dry_run.dry_run import DryRun, DryRuns
+from lightning_unified.planner.dry_run.spec import StepSpec
 
-__all__ = ["DryRuns", "trace_step", "trace_validation"]
+__all__ = ["DryRun", "DryRuns", "StepSpec"]

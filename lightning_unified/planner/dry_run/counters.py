@@ -22,11 +22,6 @@ class Counters:
 
     These are Lightning's progress, learning rates and schedulers' counts. They are also the numbers, strings and flags among the attributes
     of the module, its submodules and the optimizer's state. Tensors with known values, such as the optimizer's step counts, belong to them.
-
-    Args:
-        module: The fake copy.
-        trainer: The Trainer of the dry run.
-        answers: Returns the known values of tensors.
     """
 
     def __init__(self, module: L.LightningModule, trainer: L.Trainer, answers: Answers) -> None:
@@ -45,7 +40,8 @@ class Counters:
             (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN)})
             for owner in self._owners()
         ]
-        known = ((tensor, self._answers.known(tensor)) for tensor in self._tensors())
+        kept = (value for owner in self._owners() for value in owner.values() if isinstance(value, Tensor))
+        known = ((tensor, self._answers.known(tensor)) for tensor in (*self._module.buffers(), *kept))
         with no_dispatch():
             self._values = [(tensor, value.clone()) for tensor, value in known if value is not None]
 
@@ -77,8 +73,3 @@ class Counters:
         for optimizer in self._trainer.optimizers:
             yield from optimizer.param_groups
             yield from (state for state in optimizer.state.values() if isinstance(state, dict))
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self._module.buffers()
-        for owner in self._owners():
-            yield from (value for value in owner.values() if isinstance(value, Tensor))

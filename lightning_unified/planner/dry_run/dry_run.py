@@ -1,41 +1,43 @@
-"""One dry run: trace one step of a fake fit, or several on the same fake copy.
+"""Dry runs: trace a step of a fake fit, at one size or at many.
 
-Further steps are traced on the same copy only where that gives the same result as a new dry run.
+Further sizes are traced on the same fake copy only where that gives the same result as a new dry run.
 """
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.dry_run.fake_fit import FakeFit, StepSize, StepSpec, Templates
+from lightning_unified.planner.dry_run.fake_fit import FakeFit, Templates
 from lightning_unified.planner.dry_run.isolation import untouched
+from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
 from lightning_unified.planner.fake.mode import World, fake_world
 from lightning_unified.step.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
-__all__ = ["DryRun"]
+__all__ = ["DryRun", "DryRuns"]
 
 
 class DryRun:
-    """Traces steps of one module.
+    """Traces steps of one module: their operations, allocations and frees, run on fake tensors.
+
+    Lightning's loops and this package's step run in full: `training_step`, backward, clipping, the optimizers, logging and callbacks that
+    average weights. The traced step is the second one that writes weights, so optimizer state and the previous step's gradients exist.
+    The module, random generators and the live Trainer stay unchanged.
 
     Args:
-        spec: The step to trace.
-        recompute: As for `trace_step`.
-
-    Raises:
-        DryRunError: If `spec` names an unknown optimizer kernel.
+        recompute: The blocks that recompute their activations: True for all, False for none, a policy for some. None leaves the module
+            as it is.
     """
 
     def __init__(self, spec: StepSpec, *, recompute: RecomputePolicy | bool | None = None) -> None:
-        spec.check()
         self._spec, self._templates, self._recompute = spec, Templates(spec), recompute
         self._fit: FakeFit | None = None
         # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
-        roots = partial(roots_of, spec.module, spec.live, (*TRAINING_STEP, *EVALUATION_STEPS))
+        roots = partial(roots_of, spec.module, spec.trainer, (*TRAINING_STEP, *EVALUATION_STEPS))
         self._state = StateWatch(roots, tensors=False)
 
     def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
@@ -50,7 +52,7 @@ class DryRun:
             later_rows: Rows of every micro-batch but the first; None for `rows`.
 
         Raises:
-            DryRunError: As `trace_step`.
+            DryRunError: If the step cannot run without values; the message says where and why.
         """
         if rows < 1 or parts < 1:
             raise DryRunError(f"rows={rows}, parts={parts}: give 1 or more of each.")
@@ -84,11 +86,7 @@ class DryRun:
         must equal them too: then the size of a step does not decide the state that the next one finds. Growing state, kept batch
         tensors and gradients in another order all fail these comparisons.
 
-        Args:
-            rows: As for `run`.
-            parts: As for `run`.
-            later_rows: As for `run`.
-            recompute: As for `trace_step`.
+        The arguments are those of `run` and `DryRun`.
 
         Returns:
             The trace; None if this size needs a dry run of its own.
@@ -145,7 +143,7 @@ class DryRun:
         options = {
             "precision": spec.precision,
             "recompute": self._recompute,
-            "optimizer_kernel": spec.kernel,
+            "optimizer_kernel": spec.optimizer_kernel,
             "loss_chunk": spec.loss_chunk,
         }
         return Trace(
@@ -158,6 +156,45 @@ class DryRun:
             notes=("no weights were written in the step that was followed",) if unwritten else (),
             options={name: str(value) for name, value in options.items() if value is not None},
         )
+
+
+class DryRuns:
+    """Traces one module's step at many sizes, faster than a dry run for each, with equal results.
+
+    All sizes share one combination of memory options.
+
+    A dry run executes an untraced step first, which leaves optimizer state and gradients. Further sizes are traced on the same fake copy
+    if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.
+
+    Args:
+        fake_copies: Keeps the last dry run, by precision, kernel and loss chunk. Combinations that differ only in recomputation share this
+            mapping, and so one fake copy.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        *,
+        recompute: RecomputePolicy | bool | None = None,
+        fake_copies: dict[Any, DryRun] | None = None,
+    ) -> None:
+        self._spec, self._recompute = spec, recompute
+        self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk)
+        self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
+
+    def step(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
+        """Return the trace of a step; arguments and errors are those of `DryRun.run`."""
+        last = self._last
+        trace = None if last is None else last.go_on(rows, parts, later_rows, recompute=self._recompute)
+        if trace is None:
+            last = self._fake_copies[self._key] = DryRun(self._spec, recompute=self._recompute)
+            trace = last.run(rows, parts, later_rows)
+        return trace
+
+    @property
+    def _last(self) -> DryRun | None:
+        """The dry run whose fake copy may trace a further step."""
+        return self._fake_copies.get(self._key)
 
 
 def _size(rows: int, parts: int, later_rows: int | None) -> StepSize:

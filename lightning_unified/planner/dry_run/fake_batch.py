@@ -123,20 +123,17 @@ class _Resize:
         if isinstance(value, np.ndarray) and self._roles.get((path, "leaf")) is Role.ROWS:
             return value[np.arange(self._new_rows) % self._rows]
         if isinstance(value, PackedSequence):
-            return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
+            parts = (None if part is None else fake_tensor(part, device=self._device) for part in value)
+            return type(value)(*parts)  # pyright: ignore[reportArgumentType]
         if is_sequence(value) and self._roles.get((path, "list")) is Role.ROWS:
-            return type(value)(self._one(value[index % self._rows]) for index in range(self._new_rows))  # pyright: ignore[reportArgumentType]
+            return type(value)(self._plain_copy(value[index % self._rows]) for index in range(self._new_rows))  # pyright: ignore[reportArgumentType]
         entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
         if entries is not None:
             return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
+        return self._plain_copy(value)
+
+    def _plain_copy(self, value: Any) -> Any:
         return value if isinstance(value, PLAIN) else fake_copy(value, device=self._device)
-
-    def _part(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else fake_tensor(tensor, device=self._device)
-
-    def _one(self, entry: Any) -> Any:
-        """Return the fake copy of one row in a list of rows."""
-        return entry if isinstance(entry, PLAIN) else fake_copy(entry, device=self._device)
 
     def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
         shape = list(tensor.shape)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -11,13 +10,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_unified.cost_model.backends import mimic
-from lightning_unified.errors import DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.fake_batch import Template
-from lightning_unified.planner.dry_run.kernels import KERNELS
 from lightning_unified.planner.dry_run.recording import RecordingCallback
+from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
 from lightning_unified.planner.dry_run.strategy import DryRunStrategy, fake_copy_precision
 from lightning_unified.planner.dry_run.trainer import DryRunTrainer, averaging, batches_of, tensors_held
 from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
@@ -27,89 +25,15 @@ from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.step.split import splitter_of
 from lightning_unified.step.split.rules import given_to, rules_of
 
-__all__ = ["FakeFit", "StepSize", "StepSpec", "Templates"]
+__all__ = ["FakeFit", "Templates"]
 
 _DEVICE = torch.device("cpu")  # of all fake tensors: those of other devices fail in the backward pass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSpec:
-    """The step to trace.
-
-    The arguments of `trace_step` and `trace_validation` explain the fields.
-
-    Attributes:
-        module: The user's module, which stays unchanged.
-        batch: A batch of the traced stage.
-        backend: The backend whose kernels are meant.
-        precision: Lightning's name.
-        live: The Trainer of the fit; None for a default Trainer.
-        kernel: The optimizer kernel; None for the default of `backend`.
-        loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
-        length: Positions of a row; None for as many as in `batch`.
-        accumulate: Batches in an accumulation window; None for the Trainer's.
-        clip: The norm for gradient clipping; None for the Trainer's.
-        validates: Whether a validation step is traced instead of a training step.
-        train_batch: A training batch, where it differs in structure from `batch`.
-        is_prepared: Whether the rule `prepare` has been applied to training batches already.
-    """
-
-    module: L.LightningModule
-    batch: Any
-    backend: str
-    precision: str
-    live: L.Trainer | None
-    kernel: str | None = None
-    loss_chunk: int | None = None
-    length: int | None = None
-    accumulate: int | None = None
-    clip: float | None = None
-    validates: bool = False
-    train_batch: Any = None
-    is_prepared: bool = False
-
-    def check(self) -> None:
-        """Raise `DryRunError` if the optimizer kernel is unknown."""
-        if self.kernel is not None and self.kernel not in KERNELS:
-            raise DryRunError(f"optimizer_kernel={self.kernel!r}: give one of {', '.join(KERNELS)}, or None.")
-
-    def trainer_settings(self) -> dict[str, Any]:
-        """Return the dry run's Trainer arguments, from this step and the live Trainer."""
-        live = self.live
-        settings: dict[str, Any] = {"val_check_interval": 1} if self.validates else {"limit_val_batches": 0}
-        if not self.module.automatic_optimization:
-            return settings
-        window = self.accumulate or (1 if live is None else live.accumulate_grad_batches)
-        settings["accumulate_grad_batches"] = min(window, 2)  # the third batch of a window runs as the second does
-        norm = self.clip if self.clip is not None else getattr(live, "gradient_clip_val", None)
-        if norm is not None:
-            settings["gradient_clip_val"] = norm
-            settings["gradient_clip_algorithm"] = getattr(live, "gradient_clip_algorithm", None)
-        return settings
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """The micro-batches of a step.
-
-    Attributes:
-        rows: Rows of the first micro-batch.
-        parts: The number of micro-batches.
-        later_rows: Rows of every micro-batch but the first.
-    """
-
-    rows: int
-    parts: int
-    later_rows: int
 
 
 class Templates:
     """The templates of a step's batches.
 
     Create them outside the fake world, because they look at real tensors.
-
-    Args:
-        spec: The step to trace.
 
     Attributes:
         traced: The template of batches of the traced stage.
@@ -120,7 +44,7 @@ class Templates:
 
     def __init__(self, spec: StepSpec) -> None:
         self.traced = self.train = _template(spec, spec.batch, "validate" if spec.validates else "fit")
-        rules = rules_of(spec.module, "fit", given=given_to(spec.live))
+        rules = rules_of(spec.module, "fit", given=given_to(spec.trainer))
         self.has_encoders = bool(rules.encoders) and not spec.validates
         if spec.train_batch is not None:
             self.train = _template(spec, spec.train_batch, "fit")
@@ -133,11 +57,7 @@ class FakeFit:
     Create and run it inside `fake_world(world)`.
 
     Args:
-        spec: The step to trace.
-        templates: The templates of its batches.
         size: The size of the first step to trace.
-        recompute: As for `trace_step`.
-        world: The world of the fake tensors.
 
     Attributes:
         size: The size of the step that is traced next.
@@ -176,12 +96,12 @@ class FakeFit:
             self.strategy,
             make_batch=lambda validation: self._batch(validation=validation),
             validates=spec.validates,
-            batches=batches_of(spec.live),
+            batches=batches_of(spec.trainer),
         )
         self._copy_callbacks()
         self.trainer = DryRunTrainer(
             self.strategy,
-            live=spec.live,
+            live=spec.trainer,
             callbacks=[self.recording, *self.recording.averages],
             settings={**self._settings, "plugins": [plugin]},
         )
@@ -196,12 +116,7 @@ class FakeFit:
             self.trainer.fit(self._copy, **loaders)
 
     def go_on(self, size: StepSize, *, recompute: RecomputePolicy | bool | None) -> None:
-        """Go on until the recording of one more step ends.
-
-        Args:
-            size: The size of the step.
-            recompute: As for `trace_step`.
-        """
+        """Go on until the recording of one more step ends."""
         self.size = size
         self.recording.go_on()
         self.recompute(recompute)
@@ -226,7 +141,7 @@ class FakeFit:
 
         That needs steps that do not differ from each other, and nothing to tear down.
         """
-        datamodule = getattr(self._spec.live, "datamodule", None)
+        datamodule = getattr(self._spec.trainer, "datamodule", None)
         return (
             not self._spec.validates
             and self._copy.automatic_optimization
@@ -261,10 +176,10 @@ class FakeFit:
         strategy = DryRunStrategy(
             self._recorder,
             micro_batch_size=None if self.size.parts == 1 else self.size.rows,
-            kernel=self._spec.kernel,
+            kernel=self._spec.optimizer_kernel,
             backend=self._spec.backend,
             device=_DEVICE,
-            micro_batches=given_to(self._spec.live),
+            micro_batches=given_to(self._spec.trainer),
             roles=self._templates.roles,
             is_prepared=self._spec.is_prepared,
         )
@@ -273,7 +188,7 @@ class FakeFit:
 
     def _copy_callbacks(self) -> None:
         """Copy tensors that live callbacks hold, and the callbacks that average weights."""
-        live, on_host = self._spec.live, self._spec.backend == "cpu"
+        live, on_host = self._spec.trainer, self._spec.backend == "cpu"
         self.recording.held = [fake_tensor(one, device=_DEVICE) for one in list(tensors_held(live, on_host=on_host))]
         self.recording.averages = [
             fake_copy(one, device=_DEVICE, shared=self._shared()) for one in averaging(live, on_host=on_host)
@@ -291,14 +206,14 @@ class FakeFit:
 
     def _shared(self) -> list[Any]:
         """Return the live objects that the copy shares with the module."""
-        live = self._spec.live
+        live = self._spec.trainer
         return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
 
 
 def _template(spec: StepSpec, batch: Any, stage: str) -> Template:
     """Return the template of batches of `stage`, with rows where the live run has found them."""
-    rules = rules_of(spec.module, stage, given=given_to(spec.live))
-    return Template(spec.module, batch, rules, splitter=splitter_of(spec.module, stage, trainer=spec.live))
+    rules = rules_of(spec.module, stage, given=given_to(spec.trainer))
+    return Template(spec.module, batch, rules, splitter=splitter_of(spec.module, stage, trainer=spec.trainer))
 
 
 def _vocabularies(module: nn.Module) -> set[int]:

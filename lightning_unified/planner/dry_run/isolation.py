@@ -4,13 +4,13 @@ import contextlib
 import gc
 import io
 import logging
-import random
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
 __all__ = ["untouched"]
 
@@ -27,7 +27,8 @@ def untouched() -> Iterator[None]:
     free storages at arbitrary places.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_generators_kept())
+        # Lightning's `isolate_rng` restores nothing after an error
+        stack.callback(_set_rng_states, _collect_rng_states(include_cuda=torch.cuda.is_initialized()))
         stack.enter_context(_no_collection())
         stack.enter_context(_silence())
         stack.enter_context(torch.inference_mode(mode=False))
@@ -37,22 +38,6 @@ def untouched() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # compiled code dispatches no operations to record
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    python, host = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["KERNELS", "choose_kernel", "host_state"]
+__all__ = ["choose_kernel", "host_state"]
 
-KERNELS = ("fused", "foreach", "for-loop")
 _FOREACH_BACKENDS = ("cuda", "rocm")  # torch/utils/_foreach_utils.py: `_get_foreach_kernels_supported_devices`
 
 
@@ -16,11 +15,6 @@ def choose_kernel(optimizer: Optimizer, *, kernel: str | None, backend: str) -> 
 
     torch chooses by the type and device of the weights, and fake weights all lie on one device. So the choice is written into each
     parameter group. An optimizer without the kernel stays as it is.
-
-    Args:
-        optimizer: An optimizer of a dry run; it is changed.
-        kernel: One of `KERNELS`; None for the default.
-        backend: The backend of the trace.
 
     Source:
         torch/optim/optimizer.py, `_default_to_fused_or_foreach`, 2.13.

@@ -30,7 +30,6 @@ class RecordingCallback(Callback):
     """Supplies the batches of a dry run, and records one step that follows another.
 
     Args:
-        recorder: Records operations and allocations.
         answers: Notes the reads of the recorded step.
         strategy: Counts optimizer steps.
         make_batch: Makes a validation batch if its argument is true, else a training batch.
@@ -144,7 +143,8 @@ class RecordingCallback(Callback):
         self._recorder.mark(module.parameters(), "weights")
         self._strategy.mark_state()
         kept = [vars(callback).get("_average_model") for callback in self.averages]
-        averages = [one for average in kept if isinstance(average, nn.Module) for one in _all_of(average)]
+        modules = [average for average in kept if isinstance(average, nn.Module)]
+        averages = [one for average in modules for one in (*average.parameters(), *average.buffers())]
         self._recorder.mark([*averages, *self.held], "callbacks")
 
 
@@ -177,8 +177,3 @@ def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
             state = getattr(metric, name)
             yield from [state] if isinstance(state, Tensor) else state
             yield from [default] if isinstance(default, Tensor) else default
-
-
-def _all_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -27,7 +27,7 @@ from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
 from lightning_unified.step.split.roles import Roles
 
-__all__ = ["DryRunStrategy", "fake_copy_precision", "precision_of"]
+__all__ = ["DryRunStrategy", "fake_copy_precision"]
 
 _ENDLESS = 1 << 62
 _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -37,13 +37,10 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
     """Runs steps as `UnifiedStrategy` does, and sets the recorder's phase.
 
     Args:
-        recorder: Records operations and allocations.
         micro_batch_size: Rows of a micro-batch; None for whole batches.
         kernel: The optimizers' kernel; None for the default of `backend`.
         backend: The backend of the trace.
-        device: The device that the fake tensors report.
         micro_batches: The rules given to the live strategy.
-        roles: The roles of the batches' entries, by stage.
         is_prepared: Whether the rule `prepare` has already been applied to training batches.
 
     Attributes:
@@ -183,8 +180,6 @@ class _Steps(UnifiedOptimization):
     """The steps of a dry run.
 
     Args:
-        trainer: The Trainer of the dry run.
-        policy: The memory policy of the dry run.
         strategy: Sets the phase when the optimizer step of a batch begins.
         is_prepared: Whether the rule `prepare` has already been applied to batches; it may not accept its own result.
     """
@@ -250,19 +245,10 @@ class _NoBudget(BudgetWatch):
         return None
 
 
-def precision_of(trainer: L.Trainer | None) -> str:
-    """Return Lightning's name of a live Trainer's precision; `"32-true"` without a Trainer."""
-    return "32-true" if trainer is None else str(trainer.precision_plugin.precision)
-
-
 def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
     """Return the precision plugin of a dry run, and the dtype of the fake copy.
 
     A dtype of None keeps each tensor's own.
-
-    Args:
-        precision: Lightning's name.
-        device_type: The type of the device that the fake tensors report.
 
     Raises:
         DryRunError: If the precision cannot be traced.

@@ -26,9 +26,7 @@ class DryRunTrainer(L.Trainer):
     """Fits a fake copy until its loader ends the fit; uses no signal, logger or file.
 
     Args:
-        strategy: The strategy of the dry run.
         live: The Trainer of the real fit, whose settings and data module the copy sees; or None.
-        callbacks: The callbacks of the dry run.
         settings: Further arguments of `Trainer`.
     """
 

@@ -7,7 +7,7 @@ import copy
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.planner.fake.known_values import set_value
 
 __all__ = ["UncopyableError", "fake_copy", "fake_tensor"]
@@ -134,22 +135,17 @@ def _copying(fakes: _Fakes) -> Iterator[None]:
     """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = [kind for kind in _SHARED if kind not in dispatch]
-    own = {kind: vars(kind)["__deepcopy__"] for kind in (Tensor, nn.Parameter, UninitializedParameter)}
 
     def fake_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         return fakes(tensor, memo)
 
-    for kind in added:
-        dispatch[kind] = lambda thing, _memo: thing
-    for kind in own:
-        kind.__deepcopy__ = fake_of  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for kind, method in own.items():
-            kind.__deepcopy__ = method  # type: ignore[method-assign]
+    with ExitStack() as stack:
+        for kind in (Tensor, nn.Parameter, UninitializedParameter):
+            stack.enter_context(replaced(kind, "__deepcopy__", fake_of))
         for kind in added:
-            del dispatch[kind]
+            dispatch[kind] = lambda thing, _memo: thing
+            stack.callback(dispatch.pop, kind)
+        yield
 
 
 _SHARED: tuple[type, ...] = (

@@ -151,7 +151,8 @@ class Answers(TorchDispatchMode):
         real = self._with_values(func, args, kwargs)
         if not isinstance(real, (Tensor, tuple, list)):
             return real
-        fakes = [_fake_like(value) for value in tensors_among((real,))]
+        values = tensors_among((real,))
+        fakes = [set_value(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), one) for one in values]
         return fakes[0] if isinstance(real, Tensor) else tuple(fakes)
 
     def _made_up(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -238,10 +239,6 @@ _SHAPING: dict[Any, Callable[..., Any]] = {
     aten.bincount.default: _counted,
 }
 _READS = frozenset({_READ_SCALAR, aten.equal.default, *_SHAPING} - {aten.index.Tensor})
-
-
-def _fake_like(value: Tensor) -> Tensor:
-    return set_value(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)
 
 
 def _is_mask(index: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.planner.fake.cached_mode import CachedFakeMode
 from lightning_unified.planner.fake.known_values import Answers, array_of, value_of
 
@@ -60,36 +61,23 @@ def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Ans
     """
     world = World() if world is None else world
     mode, answers = world.mode, world.answers
-    replaced: Mapping[str, Any] = {
+    methods: Mapping[str, Any] = {
         "__deepcopy__": _deep_copy,
         "__format__": _format,
         "numpy": lambda fake, **_: _as_array(fake, answers),
         "__array__": lambda fake, *_, **__: _as_array(fake, answers),
     }
     with ExitStack() as stack:
-        for name, replacement in replaced.items():
-            stack.enter_context(_set(FakeTensor, name, replacement))
-        stack.enter_context(_set(nn.Module, "_apply", _apply))
+        for name, replacement in methods.items():
+            stack.enter_context(replaced(FakeTensor, name, replacement))
+        stack.enter_context(replaced(nn.Module, "_apply", _apply))
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             # it takes fake tensors for a sign of a compiler, and then makes masks that training does not make
-            stack.enter_context(_set(transformers, "is_fake_tensor", lambda _: False))
+            stack.enter_context(replaced(transformers, "is_fake_tensor", lambda _: False))
         stack.enter_context(mode)
         stack.enter_context(answers)
         yield mode, answers
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 _APPLY = nn.Module._apply

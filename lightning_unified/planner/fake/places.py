@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_unified.cost_model.backends.patching import replaced
+
 __all__ = ["Places"]
 
 
 class Places:
-    """Follows the calls of a module's submodules without hooks, which disable fast paths.
-
-    Args:
-        module: The module whose submodules are named.
-    """
+    """Follows the calls of a module's submodules without hooks, which disable fast paths."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {id(child): name for name, child in module.named_modules()}
         self._open: list[str] = []
         self._numbers: list[int] = []
         self._at: list[str] = []
-        self.last_linear: nn.Module | None = None
 
     def here(self) -> str:
         """Return the name of the innermost module that runs; empty outside all of them.
@@ -59,11 +56,8 @@ class Places:
                 self._open.pop()
                 self._note()
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
+        with replaced(nn.Module, "__call__", call):
             yield
-        finally:
-            nn.Module.__call__ = called  # type: ignore[method-assign]
 
     def _note(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -68,8 +68,6 @@ class Recorder(TorchDispatchMode):
        a dispatch mode.
 
     Args:
-        backend: The backend whose kernels are meant.
-        place: Returns the name of the module that runs.
         widths: Sizes of dimensions that mark a tensor as logits.
 
     Attributes:

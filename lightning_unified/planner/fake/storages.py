@@ -86,12 +86,7 @@ class Storages:
         )
 
     def enter(self, tensor: Tensor, phase: Phase) -> Storage:
-        """Return the tensor's storage; a storage not seen before is allocated here.
-
-        Args:
-            tensor: A tensor with a plain storage.
-            phase: The phase of the step.
-        """
+        """Return the tensor's storage; a storage not seen before is allocated here."""
         untyped = tensor.untyped_storage()
         key, count = untyped._cdata, untyped.nbytes()
         storage = self.live.get(key)
@@ -144,10 +139,6 @@ class Storages:
         """Note a sum of gradients that the backward engine forms.
 
         If its first term is freed next, the engine adds in place.
-
-        Args:
-            result: The storage of the sum.
-            term: The first term.
         """
         key = term.untyped_storage()._cdata
         known = self.live.get(key)

@@ -45,10 +45,6 @@ class BatchSizeProbe:
 
     A line through the last two peaks, with the bytes that the optimizer state will add, then gives the size that fits the budget.
     Everything a run changes is put back, as after the exactness check. Dropout is off meanwhile, so its masks are not counted.
-
-    Args:
-        trainer: In `fit`.
-        policy: The memory policy, which knows the budget.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
@@ -59,11 +55,6 @@ class BatchSizeProbe:
         """Return the size that fits.
 
         The result is None if the device reports no peak, or fewer than two sizes ran.
-
-        Args:
-            batch: The whole batch.
-            shape: The shape of the batch.
-            step: Runs `training_step` on a batch.
         """
         room = self._policy.watch.room()
         points: list[tuple[int, int]] = []
@@ -133,16 +124,7 @@ def probe_sizes(
     step: Callable[[Any], ClosureResult],
     why: str,
 ) -> str:
-    """Probe for the micro-batch size that fits, set it, and return the outcome in words.
-
-    Args:
-        trainer: In `fit`.
-        policy: The memory policy whose sizes are set.
-        batch: The whole batch.
-        shape: The shape of the batch; None for a batch without a row dimension.
-        step: Runs `training_step` on a batch.
-        why: Why the step cannot be traced, in words.
-    """
+    """Probe for the micro-batch size that fits, set it, and return the outcome in words."""
     found = None
     if (
         shape is not None
@@ -161,7 +143,9 @@ def probe_sizes(
             f"{rows} rows were run on the device and undone: a micro-batch size of {found.micro_batch_size} fits"
         )
         if found.refused is not None and shape is not None:
-            policy.sizes.plan(shape, rows=found.micro_batch_size, refused=found.refused, room_bytes=policy.watch.room())
+            policy.sizes.plan(
+                shape, micro_batch_size=found.micro_batch_size, refused=found.refused, room_bytes=policy.watch.room()
+            )
     policy.events.append(f"the step could not be traced ({why}); {what_then}")
     log.warning("The step could not be traced (%s); %s.", why, what_then)
     return what_then

@@ -6,6 +6,7 @@ before any collective operation of the step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -46,24 +47,20 @@ class DistributedFirstStep(FirstStep):
     """Plans on every rank; all ranks agree on memory options and a micro-batch size.
 
     Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy whose sizes and memory options are set.
-        precision: Lightning's name of the fit's precision.
-        ranks: The connection to all ranks.
         reduction_bytes: Bytes that each rank holds on its device to average gradients.
     """
 
     def __init__(
         self, trainer: L.Trainer, policy: DistributedPolicy, *, precision: str, ranks: Ranks, reduction_bytes: int
     ) -> None:
-        super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes)
-        self._common = DistributedPlanning(trainer, policy, self.budget, precision=precision, ranks=ranks)
-        self.planning = self._common
+        planning = partial(DistributedPlanning, ranks=ranks)
+        super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes, planning=planning)
 
     @override
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         super().look(batch, shape, step=step)
-        self._common.agree(shape)
+        assert isinstance(self.planning, DistributedPlanning)
+        self.planning.agree(shape)
 
     @override
     def _begin_kind(self) -> None:
@@ -82,13 +79,6 @@ class DistributedPlanning(StepPlanning):
     rank whose smallest plan does not fit ends all ranks before weights are written.
 
     Longer rows reach ranks at different times. A rank then plans with the agreed memory options, and sizes are joined after the batch.
-
-    Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy to set.
-        budget: The part of the budget that a step may take.
-        precision: Lightning's name of the fit's precision.
-        ranks: The connection to all ranks.
     """
 
     def __init__(
@@ -115,11 +105,7 @@ class DistributedPlanning(StepPlanning):
             self._mine = decision
 
     def agree(self, shape: BatchShape | None) -> None:
-        """Agree on memory options and sizes with the other ranks, once at the first batch.
-
-        Args:
-            shape: The shape of the batch; None for a batch without a row dimension.
-        """
+        """Agree on memory options and sizes with the other ranks, once at the first batch."""
         if self._has_agreed:
             return
         self._has_agreed, mine = True, self._mine

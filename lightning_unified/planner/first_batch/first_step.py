@@ -10,19 +10,17 @@ If the step cannot be traced, the batch-size probe runs a few rows on the device
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
-from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.search import Candidate
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planner.first_batch.batch_size_probe import probe_sizes
 from lightning_unified.planner.first_batch.planning import StepPlanning
+from lightning_unified.planner.first_batch.predicted_memory import PredictedMemory
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import FirstValidation, with_generation
 from lightning_unified.step.policy import MemoryPolicy
@@ -41,24 +39,32 @@ class FirstStep:
     batch. If the step cannot be traced or the dry run cannot be trusted, it says so and the batch-size probe finds the sizes.
 
     Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy whose sizes and memory options are set.
-        precision: Lightning's name of the fit's precision.
         reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
+        planning: Makes `planning`, from the arguments of `StepPlanning`.
 
     Attributes:
         budget: The part of the budget that a step may take.
         planning: Gathers, decides and applies; holds the current plan.
         validation: The plan of the validation step.
+        memory: The predicted memory of these plans.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str, reduction_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        policy: MemoryPolicy,
+        *,
+        precision: str,
+        reduction_bytes: int = 0,
+        planning: Callable[..., StepPlanning] = StepPlanning,
+    ) -> None:
         self._trainer, self._policy, self._precision = trainer, policy, precision
         self._module = trainer.lightning_module
         self.budget = StepBudget(trainer, policy, reduction_bytes=reduction_bytes)
-        self.planning = StepPlanning(trainer, policy, self.budget, precision=precision)
+        self.planning = planning(trainer, policy, self.budget, precision=precision)
         self.validation = FirstValidation(trainer, policy, precision=precision)
-        self._kinds, self._earlier_peak = BatchKinds(), 0  # the predicted peak of earlier kinds
+        self.memory = PredictedMemory(policy, self.budget, self.planning, self.validation)
+        self._kinds = BatchKinds()
         self._batches = 0
         self._has_validated = self._is_ample = False
         self._generation = ""
@@ -68,10 +74,7 @@ class FirstStep:
 
         For shorter rows, plan only a larger micro-batch size.
 
-        Args:
-            batch: The whole batch, after the rule `prepare`.
-            shape: The shape of the batch; None for a batch without a row dimension.
-            step: Runs `training_step` on a batch, as the loop does.
+        The rule `prepare` has been applied to the batch. Its shape is None if it has no row dimension.
 
         Raises:
             BudgetError: If no plan fits.
@@ -113,22 +116,22 @@ class FirstStep:
             planning.prediction, self._generation = with_generation(
                 planning.prediction, self._module, batch, precision=self._precision
             )
-        self.validation.training_planned(batch, limit=self.budget.left, factor=self._factor)
+        self.validation.training_planned(batch, limit=self.budget.left, factor=self.memory.factor)
 
     def _begin_kind(self) -> None:
         """Discard the sizes found for other kinds of batches, and keep their predicted peak.
 
         The run's peak is the largest of all kinds.
         """
-        self._earlier_peak = self.predicted_peak_bytes or 0
+        self.memory.earlier_peak = self.memory.peak_bytes or 0
         self.planning.shorter.clear()
-        self._policy.sizes.forget()
+        self._policy.sizes.evidence.forget()
         self._policy.events.append("batches are of another kind from here on: sizes are found for them anew")
 
     def _is_worth_it(self, batch: Any) -> bool:
         policy = self._policy
         follows_plan = self.planning.prediction is not None and not policy.recoveries
-        found_already = not follows_plan and not policy.sizes.runs_whole and policy.sizes.has_evidence
+        found_already = not follows_plan and not policy.sizes.runs_whole and policy.sizes.evidence
         self._is_ample = self.budget.is_ample(batch)
         return not found_already and not self._is_ample
 
@@ -145,90 +148,19 @@ class FirstStep:
         return times <= 1 or times * prediction.reserved_bytes <= self.budget.left
 
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan for a validation batch, unless a batch as large already has a plan.
-
-        Args:
-            batch: The whole batch.
-            shape: The shape of the batch; None for a batch without a row dimension.
-        """
+        """Plan for a validation batch, unless a batch as large already has a plan."""
         self._has_validated = self._batches > 0
         if not self._kinds.any and self._is_worth_it(batch):  # the sanity check
             self.budget.note_foreign(batch)
         elif self.planning.prediction is None:
             return
-        self.validation.look(batch, shape, limit=self.budget.left, factor=self._factor)
+        self.validation.look(batch, shape, limit=self.budget.left, factor=self.memory.factor)
 
     def batch_done(self) -> None:
-        """Record the measured peak beside the predicted one, after the first batches.
-
-        Later runs on this machine use it.
-        """
-        planning = self.planning
-        self._batches += planning.prediction is not None
-        calibration = planning.calibration
-        if self._batches != _STEADY or calibration is None or self._has_validated or is_recorded(self._module):
-            return  # a replayed graph's activations are in no counter
-        watch, predicted = self._policy.watch, self.predicted_peak_bytes
-        measured = watch.measured_peak().bytes
-        if watch.machine is not None or measured is None or predicted is None:
-            return
-        foreign = self.budget.foreign_bytes
-        taken = measured - watch.fresh_code_bytes - foreign
-        if taken > 0:
-            calibration.record(planning.kind, predicted_bytes=predicted - foreign, measured_bytes=taken)
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """The prediction for the training step; None without a plan.
-
-        It includes the prediction for the validation step, if any.
-        """
-        own = self.planning.prediction
-        return None if own is None else replace(own, validation=self.validation.prediction)
-
-    @property
-    def predicted_peak_bytes(self) -> int | None:
-        """The predicted peak of training and validation; None without a prediction.
-
-        It is comparable with the device's counter.
-
-        It includes the memory that the process held before, and the memory that the module keeps from step to step.
-        """
-        own = self.planning.prediction
-        if own is None:
-            return None
-        of_process = self._policy.watch.counts_process
-        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in self._predictions]
-        beside = max(peaks) + self._policy.kept.bytes
-        return max(self.budget.foreign_bytes + max(beside, own.generation_bytes), self._earlier_peak)
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes of the budget that no step takes.
-
-        Without a plan it is the whole budget, because a plan leaves room for kept memory.
-        """
-        watch = self._policy.watch
-        if self.planning.prediction is None:
-            return watch.bytes
-        taken = int(self._factor * max(one.reserved_bytes for one in self._predictions)) + watch.driver_bytes
-        left = watch.bytes - max(self.budget.foreign_bytes + taken, self._earlier_peak)
-        return max(left, self.budget.kept_bytes)  # the plan left room for these bytes: a step returns cached blocks
-
-    @property
-    def _predictions(self) -> list[Prediction]:
-        known = (self.planning.prediction, self.validation.prediction, *self.planning.shorter.values())
-        return [one for one in known if one is not None]
-
-    @property
-    def alternatives(self) -> tuple[Candidate, ...]:
-        """The other results of the last search."""
-        return self.planning.alternatives
-
-    @property
-    def reason(self) -> str:
-        """How the plan came about, in words."""
-        return self.planning.reason
+        """Record the measured peak beside the predicted one, after the first batches."""
+        self._batches += self.planning.prediction is not None
+        if self._batches == _STEADY and not self._has_validated and not is_recorded(self._module):
+            self.memory.record_measured()  # the activations of a recorded graph's replay are in no counter
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -243,12 +175,6 @@ class FirstStep:
             "alignment": "" if alignment is None else alignment.describe(),
         }
         return {name: words for name, words in found.items() if words}
-
-    @property
-    def _factor(self) -> float:
-        """Correction for predictions of this kind on this machine, 1 or more."""
-        calibration = self.planning.calibration
-        return 1.0 if calibration is None else calibration.peak_factor(self.planning.kind)
 
 
 class BatchKinds:

@@ -4,26 +4,20 @@ from functools import cached_property
 from typing import Any
 
 import lightning as L
-import torch
 
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
-from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
+from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import outline
-from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["RunSpeeds", "calibration_of", "open_combinations", "planner_of"]
-
-
-def calibration_of(watch: BudgetWatch) -> Calibration:
-    """Load the measurements that earlier runs kept about this machine and torch version."""
-    reading = watch.reading()
-    key = machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
-    return Calibration.load(key)
+__all__ = ["RunSpeeds", "open_combinations", "planner_of"]
 
 
 def planner_of(
@@ -35,35 +29,26 @@ def planner_of(
     calibration: Calibration | None,
     budget: StepBudget,
 ) -> Planner:
-    """Return the planner of a batch, within the sizes that the policy allows.
-
-    Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy.
-        batch: The whole batch, after the rule `prepare`.
-        shape: The shape of the batch; None for a batch without a row dimension.
-        calibration: Corrections from earlier runs.
-        budget: Knows the bytes that the reduction over ranks holds.
-    """
+    """Return the planner of a batch, within the sizes that the policy allows."""
     watch, light = policy.watch, outline(batch)
-    return Planner(
-        trainer.lightning_module,
-        batch if light is None else light,  # a dry run keeps its batch alive until garbage is collected
+    step = StepSpec(
+        module=trainer.lightning_module,
+        batch=batch if light is None else light,  # a dry run keeps its batch alive until garbage is collected
         is_prepared=True,
         backend=watch.reading().backend,
         trainer=trainer,
-        calibration=calibration,
-        limits=SizeLimits(
-            unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
-            least=policy.sizes.least,
-            micro_batch_size=policy.sizes.limit,
-        ),
-        counted=CountedMemory(
-            workspaces=watch.machine is None,
-            reduction_bytes=budget.reduction_bytes,
-            mmap_threshold=watch.mmap_threshold,
-        ),
     )
+    limits = SizeLimits(
+        unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
+        least=policy.sizes.least,
+        micro_batch_size=policy.sizes.max_micro_batch_size,
+    )
+    counted = CountedMemory(
+        workspaces=watch.machine is None,
+        reduction_bytes=budget.reduction_bytes,
+        mmap_threshold=watch.mmap_threshold,
+    )
+    return Planner(StepTraces(step, limits=limits, counted=counted), calibration=calibration)
 
 
 def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Combination]:
@@ -87,8 +72,6 @@ class RunSpeeds:
     batch could be split into such sizes, and kept.
 
     Args:
-        watch: The watch of the device, real or simulated.
-        calibration: The kept measurements of the device.
         precision: Lightning's name of the precision in which the run multiplies matrices.
     """
 

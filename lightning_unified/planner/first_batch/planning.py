@@ -21,7 +21,7 @@ from lightning_unified.planner.first_batch.decide import (
     needs_search,
     trusted,
 )
-from lightning_unified.planner.first_batch.gather import RunSpeeds, calibration_of, open_combinations, planner_of
+from lightning_unified.planner.first_batch.gather import RunSpeeds, open_combinations, planner_of
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
@@ -59,12 +59,6 @@ class Decision:
 
 class StepPlanning:
     """Plans batches of a fit one at a time, and applies each plan to the policy.
-
-    Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy to set.
-        budget: The part of the budget that a step may take.
-        precision: Lightning's name of the fit's precision.
 
     Attributes:
         prediction: The prediction for the step as it is set to run; None without a plan.
@@ -107,20 +101,16 @@ class StepPlanning:
     def plan(self, batch: Any, shape: BatchShape | None) -> None:
         """Gather the inputs for a batch, decide, and apply the plan.
 
-        Args:
-            batch: The whole batch, after the rule `prepare`.
-            shape: The shape of the batch; None for a batch without a row dimension.
-
         Raises:
             BudgetError: If no plan fits.
             DryRunError: If the step cannot be traced, or the trace cannot be trusted.
         """
         self._begun = time.monotonic()
         self._budget.note_foreign(batch)
-        self.calibration = calibration_of(self._policy.watch)
+        self.calibration = Calibration.of(self._policy.watch.reading())
         self.speeds = RunSpeeds(self._policy.watch, self.calibration, precision=self._precision)
         planner, combinations = self._planner(batch, shape), self.combinations()
-        own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.limit))
+        own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.max_micro_batch_size))
         decision = self._decided(planner, combinations, own, shape)
         if self._budget.planning_took_memory(batch) and not planner.fits(
             decision.plan.combination, micro_batch_size=decision.plan.micro_batch_size, limit=self._budget.left
@@ -133,12 +123,7 @@ class StepPlanning:
         return open_combinations(self._trainer, self._policy, precision=self._precision)
 
     def apply(self, decision: Decision, shape: BatchShape | None) -> None:
-        """Set memory options and the micro-batch size as planned, and keep the prediction.
-
-        Args:
-            decision: The plan with its prediction.
-            shape: The shape of the batch; None for a batch without a row dimension.
-        """
+        """Set memory options and the micro-batch size as planned, and keep the prediction."""
         plan, prediction = decision.plan, decision.prediction
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
         set_memory_options(self._policy, plan.combination, why="as planned")
@@ -168,7 +153,7 @@ class StepPlanning:
             return
         began, planner, limit = time.monotonic(), self._planner(batch, shape), self._budget.left
         try:
-            size = self._policy.sizes.limit
+            size = self._policy.sizes.max_micro_batch_size
             if planner.fits(self._combination, micro_batch_size=size, limit=limit):
                 self.shorter[shape.elements] = planner.predict(self._combination, micro_batch_size=size)
                 return
@@ -204,7 +189,7 @@ class StepPlanning:
             own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
             budget_bytes=budget,
             rows=None if shape is None else shape.rows,
-            micro_batch_size=self._policy.sizes.limit,
+            micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,
             may_try=not self._budget.kept_bytes,
         )
@@ -228,18 +213,13 @@ class StepPlanning:
     def _set_size(self, shape: BatchShape, micro_batch_size: int, *, refused: int) -> None:
         """Set the micro-batch size of such batches; `refused` rows are predicted not to fit."""
         room = self._policy.watch.bytes
-        self._policy.sizes.plan(shape, rows=micro_batch_size, refused=refused, room_bytes=room)
+        self._policy.sizes.plan(shape, micro_batch_size=micro_batch_size, refused=refused, room_bytes=room)
 
 
 def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: str) -> None:
     """Set the memory options of a policy.
 
     Options that `combination` leaves open stay as they are.
-
-    Args:
-        policy: The memory policy of the fit.
-        combination: The combination of memory options.
-        why: The reason, in words.
     """
     now = policy.recomputation.policy
     if (

@@ -24,8 +24,6 @@ class StepBudget:
     and the reduction over ranks. The dry run counts the last one as a workspace of the step.
 
     Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy, whose watch reads the pool.
         reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
 
     Attributes:

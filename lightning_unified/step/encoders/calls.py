@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.step.split.containers import entries_of, with_entries
+from lightning_unified.step.split import bounds
+from lightning_unified.step.split.containers import entries_of, joined, with_entries
 
 __all__ = ["EncoderCall", "NotRowWiseError", "call_rows", "empty_like", "leaves_of", "mapped", "merged", "split_call"]
 
@@ -66,21 +67,17 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
     else:
         for name, entry in entries_of(value) or []:
-            yield from leaves_of(entry, _joined(path, name))
+            yield from leaves_of(entry, joined(path, name))
 
 
 def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
-    """Return the arguments of a call for each chunk; shared arguments go into each chunk whole.
-
-    Args:
-        call: The call.
-        sizes: Rows of each chunk.
-    """
+    """Return the arguments of a call for each chunk; shared arguments go into each chunk whole."""
     pieces: dict[str, Any] = {}
     for path, leaf in leaves_of(call.arguments):
         if call.roles[path]:
             # one operation for all chunks: its backward is one concatenation
-            pieces[path] = leaf.split(list(sizes)) if isinstance(leaf, Tensor) else _slices(leaf, sizes)
+            spans = bounds(sizes)
+            pieces[path] = leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf[slice(*one)] for one in spans]
 
     def chunk(at: int) -> dict[Any, Any]:
         return mapped(call.arguments, lambda path, leaf: pieces[path][at] if path in pieces else leaf)
@@ -91,10 +88,7 @@ def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
 def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
     """Return the result of a whole call, merged from the results of its chunks.
 
-    Args:
-        parts: The result of each chunk.
-        sizes: Rows of each chunk.
-        path: The path of the result, for messages.
+    `path` is the path of the result, for messages.
 
     Raises:
         NotRowWiseError: If an entry is neither made of rows nor the same object in all chunks.
@@ -109,7 +103,7 @@ def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
     names = [[name for name, _ in (entries_of(part) or [])] for part in parts]
     if names[0] and all(some == names[0] for some in names):
         columns = zip(*([entry for _, entry in (entries_of(part) or [])] for part in parts), strict=True)
-        entries = (merged(column, sizes, _joined(path, name)) for name, column in zip(names[0], columns, strict=True))
+        entries = (merged(column, sizes, joined(path, name)) for name, column in zip(names[0], columns, strict=True))
         return with_entries(first, list(zip(names[0], entries, strict=True)))
     if not any(names) and isinstance(first, _PLAIN) and all(part == first for part in parts):
         return first
@@ -154,17 +148,8 @@ def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
     entries = entries_of(value) or []
     if not entries:
         return value
-    return with_entries(value, [(name, mapped(entry, change, _joined(path, name))) for name, entry in entries])
+    return with_entries(value, [(name, mapped(entry, change, joined(path, name))) for name, entry in entries])
 
 
 def _is_texts(value: Any) -> bool:
     return type(value) in (list, tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
-
-
-def _slices(texts: Sequence[str], sizes: Sequence[int]) -> list[Sequence[str]]:
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [texts[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def _joined(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)

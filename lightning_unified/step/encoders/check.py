@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.step.encoders.calls import (
-    EncoderCall,
-    NotRowWiseError,
-    leaves_of,
-    mapped,
-    merged,
-    split_call,
-)
+from lightning_unified.step.encoders.calls import EncoderCall, NotRowWiseError, leaves_of, mapped, merged, split_call
 from lightning_unified.step.encoders.isolation import (
     IsolatedEncoder,
     everything_off,
@@ -70,10 +63,6 @@ class EncoderCheck:
 
     def look(self, call: EncoderCall, *, unit: int) -> None:
         """Compare a few rows of a call, unless a call of its kind has been compared.
-
-        Args:
-            call: The call.
-            unit: Rows that stay together.
 
         Raises:
             NotRowWiseError: If the results whole and in chunks differ, or the encoder writes state.
@@ -163,7 +152,7 @@ class EncoderCheck:
         cut = ", ".join(path for path, is_split in call.roles.items() if is_split)
         counts = ", ".join(map(str, sizes))
         raise NotRowWiseError(
-            f"{where} of {sum(sizes)} rows at once and of chunks of {counts} rows differ by {off:.1e}, relative to their size, and at "
+            f"{where} of {sum(sizes)} rows whole and in chunks of {counts} rows differ by {off:.1e}, relative to their size, and at "
             f"most {self._limit:.0e} is rounding (arguments split by rows: {cut})"
         )
 

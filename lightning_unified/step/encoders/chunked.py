@@ -210,10 +210,7 @@ class _StandIn:
 
 
 def _of_one(function: Callable[..., Any], count: int) -> Callable[[dict[Any, Any]], Any]:
-    """Return `function` with one dict as its argument.
-
-    The dict's first `count` entries are the positional arguments.
-    """
+    """Return `function` of one dict, whose first `count` entries are positional arguments."""
 
     def run(call: dict[Any, Any]) -> Any:
         named = {name: value for name, value in call.items() if not isinstance(name, int)}

@@ -22,11 +22,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class IsolatedEncoder:
     """Restores the state that calls of an encoder change inside the block.
 
-    Inside the block, the encoder's buffers are copies.
-
-    Args:
-        encoder: The module that runs inside the block.
-        device: The device whose random generator is restored, beside the host's generators.
+    Inside the block, the encoder's buffers are copies. The random generators of the host and of `device` are restored too.
     """
 
     def __init__(self, encoder: nn.Module, device: torch.device) -> None:
@@ -76,10 +72,7 @@ class IsolatedEncoder:
 def written(before: Mapping[str, Any], after: Mapping[str, Any], *, only: str = "") -> str | None:
     """Return the first name at which two states differ; None if they are equal.
 
-    Args:
-        before: The earlier state.
-        after: The later state.
-        only: Compare only names that contain this text.
+    Only names that contain the text `only` are compared.
     """
     for name in dict.fromkeys((*after, *before)):
         if only in name and not (name in before and name in after and is_same(before[name], after[name])):

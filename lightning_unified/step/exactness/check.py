@@ -16,18 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.examination import UNITS, Check, Examination
+from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
-from lightning_unified.step.exactness.losses import LossRule, candidates, declared, likeliest, restored, shares
-from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.exactness.losses import likeliest
 from lightning_unified.step.exactness.rows import starts_of
-from lightning_unified.step.exactness.run import Runner
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
+from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchSplitter
@@ -60,17 +59,15 @@ class ExactnessCheck:
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
     ) -> None:
-        self._trainer, self._rules, self._splitter = trainer, rules, splitter
+        self._trainer, self._splitter = trainer, splitter
         self.tables = Tables.of(rules.merge)
         self._runner = Runner(trainer, step=step)
         self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
         self._outside_facts = OutsideFacts(trainer.lightning_module)
-        self._rejected: set[str] = set()
+        self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
-        self._tied: list[LossRule] = []
-        self._batches, self._checks, self._undecided, self._last_step = 0, 0, 0, -1
-        self._checkpoint = ""
+        self._batches, self._checks, self._undecided = 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None
         self._remembered: dict[str, Any] | None = None
@@ -114,12 +111,7 @@ class ExactnessCheck:
         """Return the findings for a checkpoint; None before the first conclusive check."""
         if self._verdict is None or not self._verdict.conclusive:
             return None if self._remembered is None else dict(self._remembered)
-        return {
-            "rules": [rule.state_dict() for rule in self._tied],
-            "rejected": sorted(self._rejected),
-            "noise": self._verdict.noise,
-            **self.tables.state_dict(),
-        }
+        return {**self._agreed.state_dict(), "noise": self._verdict.noise, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Keep the findings of the run that this run continues.
@@ -131,15 +123,14 @@ class ExactnessCheck:
     def _recalled(self) -> Verdict | None:
         """Return the verdict of the run that this run continues; None if it no longer holds."""
         state = self._remembered
-        rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
-        if state is None or None in rules:
+        if state is None or not self._agreed.load_state_dict(state):
             return None
-        self._tied, self._rejected = [rule for rule in rules if rule is not None], set(state["rejected"])
         self.tables.load_state_dict(state)
+        rule = self._agreed.agreeing[0]
         return Verdict(
-            rule=self._tied[0],
+            rule=rule,
             conclusive=True,
-            reason=f"{self._tied[0].name}: found by the run that this one continues",
+            reason=f"{rule.name}: found by the run that this one continues",
             noise=state["noise"],
             unmergeable=self._unmergeable,
         )
@@ -156,15 +147,8 @@ class ExactnessCheck:
     ) -> Verdict:
         """Check a batch whose step gave a result that no check has seen; return the new verdict.
 
-        A result that is still unknown after the check is recorded as unmergeable.
-
-        Args:
-            kwargs: The arguments of `training_step`, the batch first.
-            table: The member of `tables` that lacks rules.
-            paths: The paths of the new results.
-            rows: The number of rows of the batch.
-            unit: The number of rows that a split keeps together.
-            micro_batch_size: The rows of the largest micro-batch.
+        A result that is still unknown after the check is recorded as unmergeable. `table` is the member of `tables` that lacks rules for
+        `paths`; the other arguments are those of `verdict`.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # checks of such batches were undecided
@@ -183,7 +167,7 @@ class ExactnessCheck:
 
     @property
     def _unmergeable(self) -> tuple[str, ...]:
-        return tuple(sorted({*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable}))
+        return tuple(sorted(set(self.tables.unmergeable)))
 
     def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, micro_batch_size: int) -> bool:
         number, verdict = self._batches, self._verdict
@@ -193,34 +177,20 @@ class ExactnessCheck:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES
-        return len(self._tied) > 1 and self._tells_apart(
-            batch, rows=rows, size=max(micro_batch_size // unit * unit, unit)
-        )
+        size = max(micro_batch_size // unit * unit, unit)
+        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(batch, rows=rows, size=size)
 
-    def _tells_apart(self, batch: Any, *, rows: int, size: int) -> bool:
-        """Return whether the rules that agreed so far weight this batch's micro-batches differently."""
+    def _is_ambiguous(self, batch: Any, *, rows: int, size: int) -> bool:
+        """Return whether rules that agreed so far weight this batch's micro-batches differently."""
         sizes = [size] * (rows // size) + ([rows % size] if rows % size else [])
         if len(sizes) < 2:
             return False
-        parts = self._parts(batch, starts_of(sizes), sizes, rows=rows)
-        first, *others = ([1.0] if rule.adds else shares(rule, parts, sizes) for rule in self._tied)
-        return any(
-            len(other) != len(first) or any(abs(a - b) > 1e-9 for a, b in zip(first, other, strict=True))
-            for other in others
-        )
-
-    def _parts(self, batch: Any, starts: list[int], sizes: list[int], *, rows: int) -> list[Any]:
-        return [
-            self._splitter.split(batch, start, start + size, rows=rows)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-
-    # the check itself
+        places = zip(starts_of(sizes), sizes, strict=True)
+        micro_batches = [self._splitter.split(batch, start, start + size, rows=rows) for start, size in places]
+        return self._agreed.give_other_shares(micro_batches, sizes)
 
     def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
-        batch = next(iter(kwargs.values()))
-        own = declared(self._rules)
-        rules = [own] if own else self._candidates(batch, rows)
+        rules = self._agreed.candidates(next(iter(kwargs.values())), rows)
         check = Check(
             kwargs=kwargs,
             rules=rules,
@@ -229,7 +199,7 @@ class ExactnessCheck:
             most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive,
-            since=self._since(),
+            since=self._last.since(self._trainer.global_step),
         )
         found = self._examination.findings(check)
         self._checks, self._checked_at = self._checks + 1, self._batches
@@ -245,41 +215,13 @@ class ExactnessCheck:
                 )
             return
         self._undecided = 0
-        self._rejected |= found.rejected
-        self._tied = list(found.agreeing)
-        self._last_step, self._checkpoint = self._trainer.global_step, _last_checkpoint(self._trainer)
+        self._agreed.add(found)
+        self._last = LastAgreement.now(self._trainer)
+        rule = found.agreeing[0]
         self._verdict = Verdict(
-            rule=found.agreeing[0],
+            rule=rule,
             conclusive=True,
-            reason=f"{found.agreeing[0].name}: gradients of {found.rows} rows, whole and split, differ by {found.difference:.1e}",
+            reason=f"{rule.name}: gradients of {found.rows} rows, whole and split, differ by {found.difference:.1e}",
             noise=found.noise,
             unmergeable=self._unmergeable,
         )
-
-    def _candidates(self, batch: Any, rows: int) -> list[LossRule]:
-        """Return the loss rules that may hold for this batch.
-
-        These are the rules that agreed before, and the candidates of this batch that no check rejected.
-        """
-        known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
-        return [rule for name, rule in known.items() if name not in self._rejected]
-
-    def _since(self) -> str:
-        """Return a sentence about batches split since the last agreeing check; empty without any."""
-        step = self._trainer.global_step
-        if self._last_step < 0 or step <= self._last_step:
-            return ""
-        path = self._checkpoint
-        is_left = bool(path) and get_filesystem(path).exists(path)
-        resume = f"; the last checkpoint before it is {path}" if is_left else "; no checkpoint from before it is left"
-        return f" Batches up to step {self._last_step} agreed; the first that may have been updated inexactly is step {self._last_step + 1}{resume}."
-
-
-def _last_checkpoint(trainer: L.Trainer) -> str:
-    """Return the path of the checkpoint written last; empty if none was."""
-    written = [
-        (callback._last_global_step_saved, callback._last_checkpoint_saved)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback._last_checkpoint_saved
-    ]
-    return max(written, default=(0, ""))[1]

@@ -13,23 +13,23 @@ fits, or all fitting rules give the same result.
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.draws.replay import RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, shares
-from lightning_unified.step.exactness.results import Tables, learn_results, refusal_of_state
-from lightning_unified.step.exactness.rows import splits_of, starts_of, window
-from lightning_unified.step.exactness.run import Results, aside, copied
-from lightning_unified.step.recovery.oom import caught, is_out_of_memory
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRuns, EvaluationTrial
+from lightning_unified.step.exactness.trials.learning import learn_results
+from lightning_unified.step.exactness.trials.refusals import refusal_of_state
+from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.results.merging import MicroBatchWeights, merged, same
 from lightning_unified.step.results.trees import all_values
-from lightning_unified.step.results.written import drawn_unequally
 
 __all__ = ["EvaluationCheck"]
 
@@ -51,17 +51,15 @@ class EvaluationCheck:
     Attributes:
         tables: The merge rules found.
         rule: The loss rule that weights means.
-        draws: Whether the step draws random numbers. Results then differ from the whole batch's as under another seed.
     """
 
     def __init__(
         self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool
     ) -> None:
-        self._trainer, self._rules, self._split, self._predicts = trainer, rules, split, predicts
-        self._module = trainer.lightning_module
+        self._module, self._rules, self._predicts = trainer.lightning_module, rules, predicts
+        self._runs = EvaluationRuns(trainer, split)
         self.tables = Tables.of(rules.merge)
         self.rule = LossRule("rows")
-        self.draws = False
         self._profiles = BatchProfiles()
         self._batches = 0
         self._said: set[str] = set()
@@ -94,18 +92,23 @@ class EvaluationCheck:
         """Check a batch now; the arguments are those of `look`."""
         units = min(max(micro_batch_size // unit, 2), _UNITS, rows // unit)
         while units >= 2:
-            reason = caught(
-                lambda units=units: self._checked(step, batch, rows=rows, size=units * unit, unit=unit, likely=likely)
-            )[1]
-            if reason is None:
+            size = units * unit
+            check = partial(self._checked, step, batch, rows=rows, size=size, unit=unit, likely=likely)
+            if caught(check)[1] is None:
                 return
             units //= 2
 
+    @property
+    def draws(self) -> bool:
+        """Whether the step draws random numbers.
+
+        Results then differ from the whole batch's as under another seed.
+        """
+        return self._runs.has_drawn
+
     def unmergeable(self) -> list[str]:
         """Return the new names and paths that no rule merges; each is returned once."""
-        new = [
-            name for name in (*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable) if name not in self._said
-        ]
+        new = [name for name in self.tables.unmergeable if name not in self._said]
         self._said.update(new)
         return sorted(new)
 
@@ -143,106 +146,32 @@ class EvaluationCheck:
     def _checked(
         self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
     ) -> None:
-        start = window(batch, rows=rows, size=size, unit=unit)
-        whole_batch = self._split(batch, start, start + size, rows=rows) if size < rows else batch
-        precision = WatchPrecision()
-        recorded = RecordDraws(precision)
-        try:
-            whole = self._part(step, whole_batch, size, recorded, precision, of=rows)
-        except SplitError as refusal:
-            own = self._failure(step, batch, rows)
-            if own is not None and type(own) is type(refusal.__cause__):
-                raise own from None  # the whole batch fails too: raise the user's error
-            raise
-        self.draws |= recorded.has_drawn or whole.draws_on_host
-        for sizes in splits_of(size // unit):
-            sizes = [unit * one for one in sizes]  # noqa: PLW2901
-            batches = [
-                self._split(batch, start + first, start + first + one, rows=rows)
-                for first, one in zip(starts_of(sizes), sizes, strict=True)
-            ]
-            runs = []
-            for part, first, one in zip(batches, starts_of(sizes), sizes, strict=True):
-                replay = ReplayDraws(
-                    recorded.draws, rows=size, start=first, stop=first + one, order="interleaved", precision=precision
-                )
-                runs.append(self._part(step, part, one, replay, precision, of=size))
-            self.draws |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
-            self._learn(whole, runs, batches, sizes, whole_batch, likely)
+        for trial in self._runs.trials(step, batch, rows=rows, size=size, unit=unit):
+            self._learn(trial, likely)
 
-    def _part(
-        self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision, *, of: int
-    ) -> Results:
-        """Run the step on `rows` of `of` rows.
-
-        If `rows` is smaller than `of`, an error of the step is raised as a `SplitError`.
-        """
-        try:
-            return self._run(step, batch, rows, draws, precision)
-        except Exception as error:
-            if is_out_of_memory(error) or rows == of:
-                raise
-            raise SplitError(self._does_not_run(error, rows, of=of)) from error
-
-    def _failure(self, step: Callable[[Any], Any], batch: Any, rows: int) -> BaseException | None:
-        """Return the error of the step on the whole batch; None without one.
-
-        None also if memory runs out.
-        """
-        precision = WatchPrecision()
-        try:
-            self._run(step, batch, rows, RecordDraws(precision), precision)
-        except Exception as error:
-            return None if is_out_of_memory(error) else error
-        return None
-
-    def _does_not_run(self, error: BaseException, rows: int, *, of: int) -> str:
-        stage, text = self._trainer.state.stage, (str(error).splitlines() or [""])[0]
-        phase = "validation" if stage is None or stage.dataloader_prefix == "val" else stage.value
-        return (
-            f"{type(self._module).__name__}.{phase}_step fails on {rows} of {of} rows of its batch ({type(error).__name__}: {text}), so the "
-            "batch cannot be split. Use a smaller batch; or give MicroBatchRules(unit=n) if n rows belong together."
-        )
-
-    def _run(self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision) -> Results:
-        own = copied(batch)
-        with aside(self._trainer, self._trainer._results, precision) as gather:
-            with draws:
-                returned = step(own)
-            return gather(rows, returned)
-
-    def _learn(
-        self,
-        whole: Results,
-        runs: Sequence[Results],
-        batches: Sequence[Any],
-        sizes: Sequence[int],
-        batch: Any,
-        likely: LossRule,
-    ) -> None:
+    def _learn(self, trial: EvaluationTrial, likely: LossRule) -> None:
         """Learn merge rules from one split.
 
         The loss rule is the first with the fewest unmergeable logs and outputs.
         """
-        tolerance = Tolerance.of(whole.formats).relative
+        sizes, tolerance = trial.sizes, Tolerance.of(trial.whole.formats).relative
         best: tuple[int, LossRule, MicroBatchWeights] | None = None
-        for rule in self._weights(batch, sum(sizes), likely):
+        for rule in self._weights(trial.batch, sum(sizes), likely):
             try:
-                terms = [share * sum(sizes) for share in shares(rule, batches, sizes)]
+                terms = [share * sum(sizes) for share in shares(rule, trial.batches, sizes)]
             except Exception as error:  # the user's function, declared for training batches, may fail on these
                 log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
                 continue
-            parts = MicroBatchWeights(sizes, terms)
-            trial = Tables.of(self._rules.merge)
-            learn_results(trial, whole, runs, parts, tolerance=tolerance)
-            lacking = len(trial.logs.unmergeable) + len(trial.outputs.unmergeable)
+            parts, tables = MicroBatchWeights(sizes, terms), Tables.of(self._rules.merge)
+            learn_results(tables, trial.whole, trial.runs, parts, tolerance=tolerance)
+            lacking = len(tables.unmergeable)
             if best is None or lacking < best[0]:
                 best = (lacking, rule, parts)
             if not lacking:
                 break
         assert best is not None, "rows can always be counted"
         self.rule = best[1]
-        troubles = learn_results(self.tables, whole, runs, best[2], tolerance=tolerance)
+        troubles = learn_results(self.tables, trial.whole, trial.runs, best[2], tolerance=tolerance)
         if troubles:
             raise SplitError(refusal_of_state(type(self._module).__name__, troubles))
 

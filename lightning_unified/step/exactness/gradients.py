@@ -54,7 +54,7 @@ class Tolerance:
 
 
 def tolerance_in_training(trainer: L.Trainer) -> float:
-    """Return the relative rounding error between two results of the step with autocast and TF32."""
+    """Return the relative rounding error of results of the step with autocast and TF32."""
     formats = {parameter.dtype for parameter in trainer.lightning_module.parameters()}
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision_plugin.precision))
     found = Tolerance.of({*formats, mixed} if mixed else formats).relative
@@ -158,10 +158,10 @@ class Disagreement:
 
 
 def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> GradientSample:
-    """Return samples of the gradients of `parameters`; a parameter without a gradient has zeros.
+    """Return samples of the parameters' gradients; a parameter without a gradient has zeros.
 
     Args:
-        parameters: The parameters whose gradients are sampled.
+        parameters: The parameters.
         scale: The factor that multiplied the loss.
     """
     samples = [_sample(parameter) for parameter in parameters]
@@ -205,8 +205,8 @@ def disagreement(
 def _sample(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        entries = _samples_of(parameter) * (2 if parameter.is_complex() else 1)
-        return torch.zeros(entries, device=parameter.device)
+        entries = -(-parameter.numel() // _stride(parameter))
+        return torch.zeros(entries * (2 if parameter.is_complex() else 1), device=parameter.device)
     gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
     flat = gradient.reshape(-1)[:: _stride(gradient)]
     return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
@@ -214,7 +214,3 @@ def _sample(parameter: Tensor) -> Tensor:
 
 def _stride(tensor: Tensor) -> int:
     return tensor.numel() // _ENTRIES | 1  # odd: an even stride would miss columns of a matrix with an even width
-
-
-def _samples_of(tensor: Tensor) -> int:
-    return -(-tensor.numel() // _stride(tensor))

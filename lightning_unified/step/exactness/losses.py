@@ -95,10 +95,6 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
        first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
     4. Sums of masks and of non-negative weights, with and without each row's first entry.
     5. No weights: losses that are sums.
-
-    Args:
-        batch: The whole batch.
-        rows: The number of rows of the batch.
     """
     found = [LossRule("rows")]
     later: list[LossRule] = []
@@ -113,12 +109,7 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule restored from `state`; None if the module's declaration has changed.
-
-    Args:
-        state: The `state_dict` of the rule.
-        rules: The rules that the module declares now.
-    """
+    """Return the rule restored from its `state_dict`; None if the module's declaration has changed."""
     own = declared(rules)
     if own is not None or state["name"] in _DECLARED:
         return own if own is not None and own.name == state["name"] else None
@@ -137,7 +128,7 @@ def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
     if tensor.is_complex():
         return []
     if tensor.dtype == torch.bool or _is_weight(tensor):
-        return _summing(path, tensor)
+        return _counting(path, tensor, None, name=f"sum of {path!r}")
     if tensor.is_floating_point():
         return []
     values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
@@ -171,17 +162,11 @@ def _is_weight(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
 
 
-def _counting(path: str, tensor: Tensor, value: int, *, name: str) -> list[LossRule]:
-    rules = [LossRule(name, Terms(path, left_out=value))]
+def _counting(path: str, tensor: Tensor, left_out: int | None, *, name: str) -> list[LossRule]:
+    """Return rules that count a field's entries: all of them, and all but the first of each row."""
+    rules = [LossRule(name, Terms(path, left_out))]
     if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out=value, is_shifted=True)))
-    return rules
-
-
-def _summing(path: str, tensor: Tensor) -> list[LossRule]:
-    rules = [LossRule(f"sum of {path!r}", Terms(path))]
-    if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"sum of {path!r}, shifted", Terms(path, is_shifted=True)))
+        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out, is_shifted=True)))
     return rules
 
 

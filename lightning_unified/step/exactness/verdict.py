@@ -43,7 +43,7 @@ def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[
         rows: The number of rows of the batch.
         within: The names of the submodules that run in row chunks; empty if the whole module does.
     """
-    norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    norms = _norms_in_training(module)
     norms = [name for name in norms if not within or any(f"{name}.".startswith(f"{one}.") for one in within)]
     if norms:
         raise SplitError(
@@ -58,6 +58,8 @@ def batch_norms_of(module: L.LightningModule) -> tuple[str, ...]:
 
     A run that splits these layers has accepted statistics per micro-batch.
     """
-    own = type(module).__name__
-    norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
-    return tuple(f"{own}.{name}." for name in norms)
+    return tuple(f"{type(module).__name__}.{name}." for name in _norms_in_training(module))
+
+
+def _norms_in_training(module: L.LightningModule) -> list[str]:
+    return [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]

@@ -32,7 +32,7 @@ class CheckedSplitter:
         trainer: The Trainer of the fit.
         policy: The micro-batch sizes and the permission to split.
         step: Runs `training_step` with given arguments, as the loop does.
-        fits: `fits(rows)` returns whether `rows` rows are predicted to fit at once; None where nothing is predicted.
+        fits: `fits(rows)` returns whether `rows` rows are predicted to fit as one micro-batch; None where nothing is predicted.
         metrics: Returns the module's torchmetrics objects, by path.
     """
 
@@ -68,7 +68,7 @@ class CheckedSplitter:
         policy, sizes = self._policy, self._policy.sizes
         batch = next(iter(kwargs.values()))
         shape = None if sizes.runs_whole else self.splitter.require_shape(batch)
-        if shape is None or len(rows := sizes.parts(shape)) == 1:
+        if shape is None or len(rows := sizes.micro_batches(shape)) == 1:
             return WholeBatch(whole)
         policy.splits.require(shape.rows, micro_batch_size=sizes.micro_batch_size(shape))
         if self._encoders is not None:
@@ -107,7 +107,9 @@ class CheckedSplitter:
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
         """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""
         if self._is_checked:
-            self._policy.splits.record(self.check.verdict(kwargs, **self._extent(shape), batch_idx=batch_idx))
+            self._policy.splits.record(
+                self.check.verdict(kwargs, **self._policy.sizes.extent(shape), batch_idx=batch_idx)
+            )
 
     def _learn_more(
         self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
@@ -117,12 +119,8 @@ class CheckedSplitter:
         A value is unknown if no check has seen it.
         """
         if self._is_checked:
-            verdict: Verdict = self.check.learn_more(kwargs, table, paths, **self._extent(shape))
+            verdict: Verdict = self.check.learn_more(kwargs, table, paths, **self._policy.sizes.extent(shape))
             self._policy.splits.record(verdict)
-
-    def _extent(self, shape: BatchShape) -> dict[str, int]:
-        sizes = self._policy.sizes
-        return {"rows": shape.rows, "unit": sizes.unit, "micro_batch_size": sizes.micro_batch_size(shape)}
 
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
         """Return the number of loss terms of a batch, for the mean over a window's terms.

@@ -27,8 +27,8 @@ class ClosureHooks(Protocol):
 
     _skip_backward: bool
 
-    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> "ZeroGrad | None":
+        """Return the object that zeroes gradients in a batch of so many micro-batches.
 
         None if the batch does not open an accumulation window.
         """
@@ -67,9 +67,9 @@ class MicroBatchClosure(Closure):
         loop, batch = self._loop, self._batch
         outputs: list[ClosureResult] = []
         scaled: Tensor | None = None
-        zeroing, last = loop.zeroing(self._zero_grad_fn, parts=batch.parts), batch.parts - 1
+        zeroing, last = loop.zeroing(self._zero_grad_fn, micro_batches=batch.count), batch.count - 1
         batch.begin()
-        for index in range(batch.parts):
+        for index in range(batch.count):
             output = batch.step(index, in_window=self._zero_grad_fn is None)
             batch.end_micro_batch()
             if zeroing is not None:
@@ -121,10 +121,6 @@ class LateZeroGrad(ZeroGrad):
     Otherwise a momentum teacher that the hook updates would differ between the first micro-batch and the others. As
     with a whole batch, the hook finds the gradients of the step before. Until then these gradients are set aside, which
     costs their bytes.
-
-    Args:
-        zero_grad: Lightning's function: calls `on_before_zero_grad`, then `optimizer_zero_grad`.
-        parameters: The parameters whose gradients are set aside.
     """
 
     def __init__(self, zero_grad: Callable[[], None], parameters: Iterable[Tensor]) -> None:
@@ -167,10 +163,7 @@ def _has_own(user: Any, hook: str, base: type) -> bool:
 
 
 def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:
-    """Return the gradient after a backward pass that adds `made` to `left`.
-
-    None if both are None.
-    """
+    """Return the gradient after a backward pass that adds `made` to `left`; either may be None."""
     if left is None or made is None:
         return made if left is None else left
     return left + made

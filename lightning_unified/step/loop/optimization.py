@@ -1,7 +1,7 @@
 """The seam with Lightning: its automatic optimization, with micro-batches and recovery.
 
 This is the one file that touches `_AutomaticOptimization`, a private class in
-lightning/pytorch/loops/optimization/automatic.py (read in 2.6.6); tests/step/test_seam.py pins its shape. Deviations
+lightning/pytorch/loops/optimization/automatic.py (read in 2.6.6); tests/step/loop/test_seam.py pins its shape. Deviations
 from Lightning's loop:
 
 1. `run` prepares and plans the batch first, and repeats the step if memory ran out. Lightning runs it once.
@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError, HalfUpdatedError
+from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.device_gradients import DeviceGradientCheck
+from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter
 from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
 from lightning_unified.step.loop.planner import StepPlanner
@@ -35,10 +36,9 @@ from lightning_unified.step.loop.window import WindowTerms
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught, insist
-from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
-from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
+from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
+from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["UnifiedOptimization"]
 
@@ -50,20 +50,12 @@ _DRAWS_TERMS = (
     'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
     'give window_mean="batches", or write training_step(batch, batch_idx).'
 )
-_HALF_UPDATED = (
-    "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
-    "half-updated weight is ever saved. Resume from the last checkpoint with an optimizer that needs no temporaries "
-    "(fused=True), a smaller memory.micro_batch_size, or optimizer_rollback=True, which keeps a copy to go back to."
-)
 
 
 class UnifiedOptimization(_AutomaticOptimization):
     """Runs one optimization step: splits the batch, and repeats the step if memory runs out.
 
-    Args:
-        trainer: The Trainer of the fit.
-        policy: Decides the micro-batch sizes and the reaction when memory runs out.
-        planner: Plans for a batch before it runs; None where nothing is predicted.
+    Without a `planner` nothing is predicted.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
@@ -72,15 +64,16 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._state = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._batches = CheckedSplitter(
-            trainer, policy, step=self._training_step, fits=self._fits, metrics=lambda: self._state.named_metrics
+            trainer,
+            policy,
+            step=self._training_step,
+            fits=_unknown if planner is None else planner.fits,
+            metrics=lambda: self._state.named_metrics,
         )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
-        self._gradients: HeldGradients | None = None
-        self._weights: WeightsWatch | WeightsCopy | None = None
-        self._zeroing: ZeroGrad | None = None
+        self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
-        self._batch_idx = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process: Lightning's own state, the policy and the window.
@@ -107,7 +100,6 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch; if memory runs out, repeat it in smaller micro-batches while any are left."""
-        self._batch_idx = batch_idx
         if _draws_its_batches(kwargs):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
@@ -138,10 +130,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy.notices.say_unsplit(_DRAWS_BATCHES, option="micro_batch_size", asked=asked)
         if self._window is not None:
             raise ConfigurationError(_DRAWS_TERMS)
-        try:
-            return super().run(optimizer, batch_idx, kwargs)
-        finally:
-            self._weights = None
+        return super().run(optimizer, batch_idx, kwargs)
 
     def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
@@ -149,108 +138,81 @@ class UnifiedOptimization(_AutomaticOptimization):
     def _run_and_recover(
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
-        key, attempt = next(iter(kwargs)), 0
+        key, failures = next(iter(kwargs)), 0
+        within_window = batch_idx % self.trainer.accumulate_grad_batches != 0
         while True:
             # recorded before each attempt: the policy may have changed the module, or made it free memory
-            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-            continues = batch_idx % self.trainer.accumulate_grad_batches != 0
-            self._gradients = HeldGradients(optimizer, within_window=continues)
-            self._weights, self._phase = None, "forward"
-            outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            attempt = self._attempt = Attempt(
+                self._snapshot(kwargs[key]),
+                optimizer,
+                within_window=within_window,
+                copies_weights=self._policy.options.optimizer_rollback,
+            )
+            self._phase = "forward"
+            outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            self._attempt = None
             if reason is None:
                 break
-            attempt += 1
-            self._step_back(snapshot)
-            kwargs[key] = batch.again()
-            del snapshot, batch
+            failures += 1
+            kwargs[key] = attempt.undo()
+            del attempt
             self._policy.out_of_memory(
-                phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
+                phase=self._phase, reason=reason, shape=shape, attempt=failures, batch=kwargs[key]
             )
-        self._gradients = self._weights = None
-        self._state.learn(snapshot.state)
+        self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
 
-    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+    def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         """Return the outputs and None, or None and the reason why memory ran out."""
         return caught(run)
 
-    def _snapshot(self) -> StepSnapshot:
+    def _snapshot(self, batch: Any) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
-
-    def _step_back(self, snapshot: StepSnapshot) -> None:
-        """Undo the failed attempt, weights first: if they cannot be restored, the run stops."""
-        if self._weights is not None and not self._weights.restore():
-            raise HalfUpdatedError(_HALF_UPDATED)
-        self._weights = None
-        if self._gradients is not None:
-            self._gradients.restore()
-        if self._zeroing is not None:
-            self._zeroing.undo()
-        self._gradients = self._zeroing = None
-        snapshot.restore()
-        self._state.forget()
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results, batch=batch)
 
     def _prepared(self, batch: Any) -> Any:
         """Return the whole batch after the rule `prepare`; a repeated step reuses it."""
         prepare = self._policy.batches.of("fit").prepare
         if prepare is None:
             return batch
-
-        def call(batch: Any) -> Any:
-            with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
-                return prepare(batch)
-
-        if not self._policy.options.recover:
-            return call(batch)
-        attempt = 0
-        while True:
-            snapshot, watch = self._snapshot(), BatchWatch(batch)
-            prepared, reason = caught(partial(call, batch))
-            if reason is None:
-                return prepared
-            attempt += 1
-            snapshot.restore()
-            self._state.forget()
-            batch = watch.again()
-            del snapshot, watch
-            self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
+        call = partial(_without_gradients, self.trainer, prepare, batch)
+        return self._policy.retried(call, phase="prepare", begin=lambda: self._snapshot(batch).undo)
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         if _draws_its_batches(kwargs):
             return MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
-        batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=self._batch_idx)
-        self._device_check.compare(kwargs, is_split=batch.parts > 1)
+        batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=batch_idx)
+        self._device_check.compare(kwargs, is_split=batch.count > 1)
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
-
-    def _fits(self, rows: int) -> bool | None:
-        """Return whether `rows` rows are predicted to fit at once; None where nothing is predicted."""
-        return None if self._planner is None else self._planner.fits(rows)
 
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward pass, with the window's earlier gradients set aside."""
         self._phase = "backward"
-        if first and self._gradients is not None:
-            self._gradients.hold()
+        if first and self._attempt is not None:
+            self._attempt.gradients.hold()
         if self._window is not None:
-            # Lightning has divided the loss by the window's nominal number of batches
-            share = (1.0 if share is None else share) * self._window.factor * self.trainer.accumulate_grad_batches
+            share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
         scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share)
         self._phase = "forward"
         return scaled
 
-    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> ZeroGrad | None:
+        """Return the object that zeroes gradients in a batch of so many micro-batches.
 
         None if the batch does not open an accumulation window.
         """
-        self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
-        if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
-            self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
-        return self._zeroing
+        if zero_grad is None:
+            return None
+        if micro_batches > 1 and overrides(self.trainer, "on_before_zero_grad"):
+            zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
+        else:
+            zeroing = ZeroGrad(zero_grad)
+        if self._attempt is not None:
+            self._attempt.zeroing = zeroing
+        return zeroing
 
     def has_terms(self) -> bool:
         """Return whether the batch has loss terms that count in its window."""
@@ -259,16 +221,12 @@ class UnifiedOptimization(_AutomaticOptimization):
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
         """Run the hooks after a batch's last backward pass, on the window's gradients so far.
 
-        Args:
-            loss: The loss of the last backward pass; None if there was none.
-            optimizer: The optimizer of the gradients.
+        `loss` is that of the last backward pass; None if there was none.
         """
         if loss is not None or self._closes_window:
             self._phase = "backward"
-            if self._gradients is not None:
-                if loss is None:
-                    self._gradients.hold()
-                self._gradients.add_back()
+            if self._attempt is not None:
+                self._attempt.gradients.add_back(hold_first=loss is None)
         self._finish_gradients(optimizer)
         if loss is not None:
             self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
@@ -284,14 +242,19 @@ class UnifiedOptimization(_AutomaticOptimization):
         return not self.trainer.fit_loop._should_accumulate()
 
     def before_weights(self, optimizer: Optimizer) -> None:
-        """Record weights and optimizer state before they are written.
-
-        If an optimizer runs its closure again, its first record is kept, because it has written already.
-        """
-        if self._policy.options.recover and self._closes_window:
-            if self._weights is None:
-                self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)
+        """Record weights and optimizer state before they are written."""
+        if self._attempt is not None and self._closes_window:
+            self._attempt.before_weights(optimizer)
             self._phase = "optimizer step"
+
+
+def _without_gradients(trainer: L.Trainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
+    with torch.no_grad(), trainer.precision_plugin.train_step_context():
+        return prepare(batch)
+
+
+def _unknown(_rows: int) -> None:
+    """Return None: without a planner, it is not predicted how many rows fit."""
 
 
 def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:

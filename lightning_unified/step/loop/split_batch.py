@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches
 from lightning_unified.step.results.trees import merge_tree, unknown_paths
 from lightning_unified.step.results.written import WrittenOverMicroBatches
-from lightning_unified.step.split import merge
 from lightning_unified.step.undo import StateWatch
 
 __all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
@@ -28,7 +29,7 @@ __all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
 class WholeBatch:
     """A batch that runs as Lightning runs it."""
 
-    parts = 1
+    count = 1
 
     def __init__(self, step: Callable[[], ClosureResult]) -> None:
         self._step = step
@@ -112,11 +113,7 @@ class SplitResults:
             self._written.end_micro_batch()
 
     def settle(self, parts: MicroBatchWeights) -> None:
-        """Write the merged state, metrics and logs once; later calls do nothing.
-
-        Args:
-            parts: The weights of the micro-batches.
-        """
+        """Write the merged state, metrics and logs once; later calls do nothing."""
         if self._is_settled:
             return
         self._is_settled = True
@@ -136,18 +133,17 @@ class SplitResults:
         return self._logs.recording(self._results)
 
     def finish(self, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
-        """Return the whole batch's output, write its logs, and merge metrics.
-
-        Args:
-            values: The outputs of the micro-batches.
-            parts: The weights of the micro-batches.
-        """
+        """Return the whole batch's output, write its logs, and merge metrics."""
         tables = self._tables
         if new := list(unknown_paths(tables.outputs, values)):
             self._learn(tables.outputs, new)
         self.settle(parts)
         self._flush(parts, by_steps=False)
-        return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
+
+        def by_shape(_path: str, values: Sequence[Any]) -> Any:
+            return merge(values, sizes=parts.rows, average=partial(merged, "mean", parts=parts))
+
+        return merge_tree(tables.outputs, values, parts, fallback=by_shape)
 
     def _is_new(self, key: LogKey, call: Logged) -> bool:
         """Return whether the step itself logged a value that no check has seen."""
@@ -187,7 +183,7 @@ class SplitResults:
 
 
 class SplitBatch:
-    """A batch that runs as micro-batches.
+    """A batch that runs as `count` micro-batches.
 
     Args:
         steps: One function for each micro-batch, which runs `training_step` on it.
@@ -205,7 +201,7 @@ class SplitBatch:
         merging: SplitResults,
         parameters: Sequence[Tensor],
     ) -> None:
-        self.parts = len(steps)
+        self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
 
@@ -285,22 +281,6 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
     if before is None or now is None:
         return before is now
     return before._version == version and (before is now or torch.equal(before, now))
-
-
-class _Fallback:
-    """Merges values for which no rule is known.
-
-    Entries with rows are concatenated, and numbers are averaged. Of all other values the last is returned.
-    """
-
-    def __init__(self, parts: MicroBatchWeights) -> None:
-        self._parts = parts
-
-    def __call__(self, _path: str, values: Sequence[Any]) -> Any:
-        return merge(values, sizes=self._parts.rows, average=self._average)
-
-    def _average(self, values: Sequence[Any]) -> Any:
-        return merged("mean", values, self._parts)
 
 
 def _as_reduced(call: Logged, values: list[Tensor], parts: MicroBatchWeights) -> Any:

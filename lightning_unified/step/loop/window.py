@@ -22,12 +22,7 @@ class WindowTerms:
         self._now = 0.0
 
     def begin(self, terms: float, *, opens: bool) -> None:
-        """Begin a batch, or begin it again.
-
-        Args:
-            terms: Its number of loss terms.
-            opens: Whether it is the first of its window.
-        """
+        """Begin a batch of `terms` loss terms, or begin it again; `opens` if it opens its window."""
         if opens:
             self._before = []
         self._now = terms
@@ -41,6 +36,15 @@ class WindowTerms:
         """The factor of the batch's mean loss before backward; 0 for a batch without a loss term."""
         return self._now / self._unit
 
+    def share(self, share: float | None, *, nominal: int) -> float:
+        """Return the factor of a micro-batch's loss in the window's gradient.
+
+        Args:
+            share: The share of its loss in the batch's; None for a whole batch.
+            nominal: The number of batches in a window, by which Lightning has divided the loss.
+        """
+        return (1.0 if share is None else share) * self.factor * nominal
+
     @property
     def terms(self) -> float:
         """The loss terms in the window so far, including this batch's."""
@@ -49,9 +53,7 @@ class WindowTerms:
     def divide(self, parameters: Iterable[Tensor], *, total: float | None = None) -> None:
         """Divide the summed gradients into the window's mean, once, after its last backward pass.
 
-        Args:
-            parameters: The parameters of the gradients.
-            total: The number of terms of the mean; by default the window's own.
+        The mean is over `total` terms, by default the window's own.
         """
         total = self.terms if total is None else total
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -22,21 +22,17 @@ from lightning_unified.step.recovery.oom import caught, requested_bytes
 from lightning_unified.step.recovery.sizes import MicroBatchSize
 from lightning_unified.step.split import BatchShape, positions
 
-__all__ = ["MemoryPolicy"]
+__all__ = ["STAGES", "MemoryPolicy"]
 
 log = logging.getLogger("lightning_unified")
 
 T = TypeVar("T")
 
-_EVALUATIONS = {"validation": "validate", "test": "test", "predict": "predict"}  # the stage of each phase
+STAGES = {"validation": "validate", "test": "test", "predict": "predict"}  # of each phase of an evaluation
 
 
 class MemoryPolicy:
     """Reacts when memory runs out in a step; its objects make all other decisions about memory.
-
-    Args:
-        options: The memory options that the user chose.
-        watch: The budget and its use.
 
     Attributes:
         batches: The rules and splitters of the batches.
@@ -113,21 +109,27 @@ class MemoryPolicy:
         self.kept.begin(module)
         self.sizing.begin(module, unit=self.batches.of("fit").unit, precision=precision)
 
-    def retried(self, call: Callable[[], T], *, phase: str) -> T:
+    def retried(self, call: Callable[[], T], *, phase: str, begin: Callable[[], Callable[[], Any]] | None = None) -> T:
         """Return the result of `call`; call it again after an out-of-memory error.
 
         Args:
-            call: The function to run. It must change nothing that needs undoing.
-            phase: Its name in events and errors: `"batch"` or `"weights"`.
+            call: The function to run.
+            phase: Its name in events and errors: `"batch"`, `"prepare"` or `"weights"`.
+            begin: Records the state before an attempt, and returns the function that restores it; None for a call that
+                changes nothing.
         """
         if not self.options.recover:
             return call()
         attempt = 0
         while True:
+            undo = None if begin is None else begin()
             result, reason = caught(call)
             if reason is None:
                 return result  # pyright: ignore[reportReturnType]
             attempt += 1
+            if undo is not None:
+                undo()
+            del undo
             self.out_of_memory(phase=phase, reason=reason, shape=None, attempt=attempt)
 
     def out_of_memory(
@@ -149,21 +151,21 @@ class MemoryPolicy:
         self.kept.give_back(for_good=phase != "prepare")  # memory to keep is made there
         self.watch.release()
         reason = self.watch.named(reason)
-        sizes = self.evaluation_sizes if phase in _EVALUATIONS else self.sizes
+        sizes = self.evaluation_sizes if phase in STAGES else self.sizes
         failed = None if shape is None else sizes.micro_batch_size(shape)
         shrunk, recomputes = self._react(sizes, phase=phase, shape=shape, attempt=attempt)
         if not shrunk and not recomputes and attempt > 1:
             lengths = set() if shape is None else positions(batch, shape.rows)
             raise OutOfMemoryError(self._shortage(phase, reason, failed, lengths))
         self.recoveries += 1
-        what_next = (
-            f"with {sizes.micro_batch_size(shape)} at once" if shrunk and shape is not None else "after clearing caches"
-        )
+        what_next = "after clearing caches"
+        if shrunk and shape is not None:
+            what_next = f"with micro-batches of {sizes.micro_batch_size(shape)} rows"
         if recomputes:
             what_next = f"with activations recomputed ({self.recomputation.reason})"
-        size = "the whole batch" if failed is None else f"{failed} rows at once"
+        size = "the whole batch" if failed is None else f"a micro-batch of {failed} rows"
         event = f"out of memory in {phase} with {size}; repeated {what_next}"
-        if shrunk and phase not in _EVALUATIONS:
+        if shrunk and phase not in STAGES:
             self.sizing.changed_by = f"smaller: {event}"
         self.sizing.before_overrun = None
         self.events.append(event)
@@ -171,13 +173,9 @@ class MemoryPolicy:
         self.sizing.save()
 
     def _react(self, sizes: MicroBatchSize, *, phase: str, shape: BatchShape | None, attempt: int) -> tuple[bool, bool]:
-        """Shrink the size or recompute activations.
-
-        Returns:
-            Whether the size shrank, and whether activations are now recomputed.
-        """
+        """Shrink the size or recompute activations; return whether each of them was done."""
         trains, why = phase in ("forward", "backward"), "because memory ran out"
-        can_split = phase not in _EVALUATIONS or self.batches.of(_EVALUATIONS[phase]).splittable
+        can_split = phase not in STAGES or self.batches.of(STAGES[phase]).splittable
         if self.splits.verdict is None and trains and self.sizing.before_failure is None:
             self.sizing.before_failure = sizes.state_dict()
         if trains and shape is not None and self.splits.refuses(shape.rows) and self.sizing.recompute_everything(why):

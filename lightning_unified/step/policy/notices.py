@@ -9,11 +9,7 @@ log = logging.getLogger("lightning_unified")
 
 
 class Notices:
-    """Writes each text to the log and to the run's events, the first time only.
-
-    Args:
-        events: The run's events. New texts are appended.
-    """
+    """Writes each text to the log and to the run's events, the first time only."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
@@ -51,9 +47,7 @@ class Notices:
     def say_drawn(self, names: Iterable[str], *, phase: str) -> None:
         """Warn once that random draws for each micro-batch change an evaluation's results.
 
-        Args:
-            names: The names of the values that the evaluation logs.
-            phase: `"validation"`, `"test"` or `"predict"`.
+        `names` are those of the values that the evaluation logs.
         """
         logged = ", ".join(repr(name) for name in sorted(names))
         self.say(

@@ -25,13 +25,7 @@ _UNSPLITTABLE = "its batches cannot be split exactly, so it goes on with them wh
 class MicroBatchSizing:
     """Holds the sizes in use in training and evaluation, and changes them between batches.
 
-    Args:
-        options: The memory options of the user.
-        watch: The budget.
-        kept: Memory that the module keeps between steps; it is freed before a size shrinks.
-        splits: Whether a batch may be split.
-        checkpointing: Which activations are recomputed.
-        events: The run's events.
+    Memory that the module keeps between steps is freed before a size shrinks.
 
     Attributes:
         training: The micro-batch size in training.
@@ -71,10 +65,7 @@ class MicroBatchSizing:
     def begin(self, module: L.LightningModule, *, unit: int, precision: str) -> None:
         """Begin a fit or an evaluation of `module`, with sizes saved by an earlier run, if any.
 
-        Args:
-            module: The module.
-            unit: Rows that stay together.
-            precision: Lightning's name of the precision; saved sizes hold for one precision.
+        Units of `unit` rows stay together. Saved sizes hold for one precision, given by Lightning's name.
         """
         self._forget()
         name = type(module).__name__
@@ -91,7 +82,7 @@ class MicroBatchSizing:
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Rows of an effective batch that run at once; None before the first batch is done."""
+        """The micro-batch size of the largest batch so far; None before the first batch is done."""
         return None if self.largest is None else self.training.micro_batch_size(self.largest)
 
     @property
@@ -105,7 +96,7 @@ class MicroBatchSizing:
         if self.largest is None or shape.rows >= self.largest.rows:
             self.largest = shape
         self.training.worked(shape)
-        if self.training.is_due and self.training.forgive(self._watch.room()):
+        if self.training.evidence.is_due and self.training.evidence.forgive(self._watch.room()):
             self._report_growth("more memory is available than when it ran out")
 
     def shrink(self, reason: str, *, has_failed: bool = False) -> bool:
@@ -160,7 +151,7 @@ class MicroBatchSizing:
 
     def _report_growth(self, reason: str) -> None:
         rows = self.micro_batch_size
-        self.changed_by = f"larger again: {reason}; {rows} rows at once"
+        self.changed_by = f"larger again: {reason}; micro-batches of {rows} rows"
         self._events.append(f"{reason}; micro-batches of {rows} rows from here on")
         log.info("%s", self._events[-1])
 
@@ -172,7 +163,7 @@ class MicroBatchSizing:
         """
         done = self._checkpointing.more(why)
         if done:
-            self.training.start_over()
+            self.training.evidence.start_over()
         return done
 
     def goes_whole(self, refusal: SplitError) -> bool:

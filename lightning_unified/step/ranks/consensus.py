@@ -177,13 +177,7 @@ class Ranks:
         point, outcome, digest, terms = _RECORD.unpack_from(record)
         absent = int.from_bytes(record[_RECORD.size :], "little")
         return Word(
-            rank=rank,
-            point=point,
-            outcome=Outcome(outcome),
-            digest=digest,
-            terms=terms,
-            absent=absent,
-            text=text,
+            rank=rank, point=point, outcome=Outcome(outcome), digest=digest, terms=terms, absent=absent, text=text
         )
 
     def _gathered(self, value: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.ranks.resync import resync
-from lightning_unified.step.recovery.snapshot import StepSnapshot, _forget_unscaled
+from lightning_unified.step.recovery.snapshot import forget_unscaled
 from lightning_unified.step.results.logs import LogRecorder
 
 __all__ = ["DistributedOptimization"]
@@ -44,13 +44,7 @@ class DistributedOptimization(UnifiedOptimization):
     Gradients are those of `DistributedDataParallel` over whole batches: the mean of the ranks' own, reduced once for an
     accumulation window. A rank may split its batch into more micro-batches than another.
 
-    Args:
-        trainer: The Trainer of the fit.
-        policy: Chooses the micro-batch sizes, and reacts when memory runs out.
-        ranks: All ranks of the run.
-        replicas: The ranks' copies of the module.
-        broadcast_buffers: Whether all ranks copy the first rank's buffers after each optimizer step.
-        planner: Plans for a batch before it runs, with the other ranks; None where nothing is predicted.
+    With `broadcast_buffers`, all ranks copy the first rank's buffers after each optimizer step.
     """
 
     def __init__(
@@ -85,11 +79,6 @@ class DistributedOptimization(UnifiedOptimization):
             if self._broadcast_buffers and self._closes_window:
                 self._replicas.copy_from_first()
         return outputs
-
-    @override
-    def _step_back(self, snapshot: StepSnapshot) -> None:
-        super()._step_back(snapshot)
-        self._logs.forget()
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -127,13 +116,15 @@ class DistributedOptimization(UnifiedOptimization):
         self._meet(Point.BEFORE_WEIGHTS, then=Point.AFTER_WEIGHTS)
 
     @override
-    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+    def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         self._next, self._distributed_policy.elsewhere, self._ranks.are_apart = Point.GRADIENTS, None, True
-        outputs, reason = super()._attempt(run)
+        outputs, reason = super()._run_attempt(run)
         if self._next is Point.AFTER_WEIGHTS and self._closes_window:
-            return self._after_weights(outputs, reason)
-        if reason is not None and self._distributed_policy.elsewhere is None:
+            outputs, reason = self._after_weights(outputs, reason)
+        elif reason is not None and self._distributed_policy.elsewhere is None:
             self._ranks.meet(self._next, Outcome.SHORT, text=f"{self._phase}: {reason}")
+        if reason is not None:
+            self._logs.forget()
         return outputs, reason
 
     def _meet(self, point: Point, *, then: Point, **figures: Any) -> list[Word]:
@@ -158,7 +149,7 @@ class DistributedOptimization(UnifiedOptimization):
         """Meet after the optimizer step; resync a rank whose step failed."""
         mine = Outcome.WELL
         if reason is not None:
-            restored = self._weights is None or self._weights.restore()
+            restored = self._attempt is None or self._attempt.restore_weights()
             mine = Outcome.SHORT if restored else Outcome.WRITTEN
             self._distributed_policy.watch.release()
         words = self._ranks.meet(Point.AFTER_WEIGHTS, mine, text=reason or "")
@@ -185,7 +176,7 @@ class DistributedOptimization(UnifiedOptimization):
     def _finish_resynced(self, source: int, reason: str) -> dict[str, Any]:
         """Finish the step after a resync, as if the optimizer step had succeeded on this rank."""
         self._distributed_policy.report_resync(source, reason)
-        _forget_unscaled(self.trainer)
+        forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()
         result = cast("ClosureResult", cast("Closure", self._closure).consume_result())
         return {} if result.loss is None else result.asdict()

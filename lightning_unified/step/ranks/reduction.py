@@ -36,10 +36,6 @@ class Replicas:
     reduction begins when every rank has its gradients. It needs a scratch memory of at most 16 MiB, allocated
     beforehand. A rank may still run out of memory while it copies to or from that memory. It then takes part in every
     collective and raises afterwards.
-
-    Args:
-        module: The module, on its device.
-        ranks: The ranks that have a copy of it.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
@@ -109,8 +105,7 @@ class Replicas:
     def fill(self, absent: int) -> None:
         """Give a gradient of zeros to each parameter that has one on another rank only.
 
-        Args:
-            absent: The mask of parameters without a gradient on any rank.
+        `absent` is the mask of parameters without a gradient on any rank.
         """
         for index, (_, parameter) in enumerate(self._parameters):
             if parameter.grad is None and not absent >> index & 1:
@@ -121,8 +116,7 @@ class Replicas:
 
         As in `DistributedDataParallel`, each rank divides its gradients, and then they are summed.
 
-        Args:
-            absent: The mask of parameters without a gradient on any rank, which are left out.
+        `absent` is the mask of parameters without a gradient on any rank, which are left out.
 
         Raises:
             torch.OutOfMemoryError: If copying needed memory that this rank did not have; all collectives are over then.

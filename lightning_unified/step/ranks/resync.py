@@ -108,10 +108,7 @@ def _write_books(optimizer: Optimizer, parameters: list[Tensor], precision: Prec
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with `change` applied to each tensor in its dicts, lists and tuples.
-
-    Tensors are changed in their order.
-    """
+    """Return `value` with `change` applied, in order, to each tensor in its dicts and lists."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

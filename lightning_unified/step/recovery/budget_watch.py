@@ -41,6 +41,33 @@ _NO_TENSORS = 1.01
 _NEW_CAP = 0.05  # the allocator gets a new cap when it is a twentieth higher or lower
 
 
+class _PeakReports:
+    """Decides when a peak above the budget is reported: once for each new peak.
+
+    Attributes:
+        highest: The highest peak reported in this fit, in bytes, as the counter may restart; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.highest = self._last = self._batches = 0
+
+    def is_due(self) -> bool:
+        """Count a batch; return whether a CPU's peak is read after it."""
+        self._batches += 1
+        return self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0
+
+    def is_new(self, peak: int, *, beside: int, allowed: float) -> bool:
+        """Return whether `peak` is above `allowed` bytes, without `beside` bytes, and above the last report."""
+        if peak - beside <= max(allowed, _NEW_PEAK * self._last):
+            return False
+        self.highest, self._last = max(peak, self.highest), peak
+        return True
+
+    def start_over(self) -> None:
+        """Report any peak above the budget again."""
+        self._last = 0
+
+
 class BudgetWatch:
     """The budget of a run, and its use of memory.
 
@@ -71,9 +98,7 @@ class BudgetWatch:
         self._has_followed = False
         self.sharers = 1
         self.driver_bytes = 0
-        self._batches = 0
-        self._earlier_peak: int | None = None
-        self._told = 0
+        self._peaks = _PeakReports()
         self._files = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,8 +160,7 @@ class BudgetWatch:
         self._files = self._resident_files()
         self._follower = None if self.budget is None else BudgetFollower(self.budget)
         self._has_followed = False
-        self._batches = self._told = 0
-        self._earlier_peak = None
+        self._peaks = _PeakReports()
 
     @property
     def counts_process(self) -> bool:
@@ -187,9 +211,9 @@ class BudgetWatch:
     def measured_peak(self) -> Figure:
         """Return the highest use of this fit so far, in bytes, and the counter it comes from."""
         now = read_peak(self.device, **self._elsewhere)
-        if now.bytes is None or self._earlier_peak is None or now.bytes >= self._earlier_peak:
+        if now.bytes is None or now.bytes >= self._peaks.highest:
             return now
-        return Figure(self._earlier_peak, now.source)
+        return Figure(self._peaks.highest, now.source)
 
     def follow(self) -> str | None:
         """Resolve a `leave` budget again if it is due; return its change in words.
@@ -209,7 +233,7 @@ class BudgetWatch:
         if not has_changed:
             return None
         if self.bytes < before:
-            self._told = 0
+            self._peaks.start_over()
             self.release()
         verb = "fell" if self.bytes < before else "rose"
         return f"the budget {verb} from {format_bytes(before)} to {format_bytes(self.bytes)}: {self.budget.reason}"
@@ -227,24 +251,22 @@ class BudgetWatch:
         resolved again. In all other cases the allocator raises before the budget is exceeded. On a CPU, the process may
         exceed the budget by a hundredth.
         """
-        self._batches += 1
-        is_time = self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0
-        looks, self._has_followed = self._has_followed or (self.device.type == "cpu" and is_time), False
+        is_due = self._peaks.is_due() and self.counts_process
+        looks, self._has_followed = self._has_followed or is_due, False
         if not looks:
             return None
         peak = read_peak(self.device, **self._elsewhere).bytes
         if peak is None:
             peak = self.reading().reserved.bytes  # MPS before torch 2.13: memory once reserved stays reserved
         allowed = self.bytes * (_NO_TENSORS if self.counts_process else 1)
-        if peak is None or peak - self.fresh_code_bytes <= max(allowed, _NEW_PEAK * self._told):
+        if peak is None or not self._peaks.is_new(peak, beside=self.fresh_code_bytes, allowed=allowed):
             return None
-        self._earlier_peak, self._told = max(peak, self._earlier_peak or 0), peak
         return f"peak {format_bytes(peak)} above the budget of {format_bytes(self.bytes)}"
 
     def count_anew(self) -> None:
         """Reset the peak, where the counter allows it, so that it shows the need of a smaller size."""
         if reset_peak(self.device, **self._elsewhere):
-            self._told = 0
+            self._peaks.start_over()
 
 
 def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
@@ -259,10 +281,7 @@ def refuse_small_budget(
 
     Activations are not counted.
 
-    Args:
-        watch: The budget; nothing is refused before it is resolved.
-        module: The module to train.
-        optimizers: Its optimizers; empty before they exist.
+    Nothing is refused before the budget is resolved. `optimizers` is empty before they exist.
     """
     need, budget = static_bytes(module, optimizers), watch.budget
     if budget is None:

@@ -76,8 +76,7 @@ class CacheCare:
     def batch_done(self, budget: int) -> list[str]:
         """Clear caches after a step if it pays off; return new events, each once a fit.
 
-        Args:
-            budget: Bytes the run may use.
+        `budget` is the number of bytes the run may use.
         """
         if self._device.type == "cpu":
             return []

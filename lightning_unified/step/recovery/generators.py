@@ -21,9 +21,6 @@ class GeneratorWatch:
     Torch's generators are those of the host and of `device`. Python and NumPy return their state number by number. That
     takes longer than everything else recorded before a step, and few steps draw from them. So a state is fetched again
     only if the memory that holds it has changed since the last fetch: equal bytes are an equal state.
-
-    Args:
-        device: The device that trains.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -44,9 +44,6 @@ class KeptMemory:
         """Free all memory that the module keeps.
 
         Where memory was short, also release the CUDA-graph recordings of the module's calls.
-
-        Args:
-            for_good: Whether memory was short.
         """
         self.is_refused = self.is_refused or for_good
         if self.bytes:

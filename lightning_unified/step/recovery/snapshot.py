@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from functools import partial
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -13,13 +14,13 @@ from torch.optim import Optimizer
 from lightning_unified.errors import RunError
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import insist
-from lightning_unified.step.undo import StateWatch
+from lightning_unified.step.undo import BatchWatch, StateWatch
 
-__all__ = ["HeldGradients", "StepSnapshot"]
+__all__ = ["HeldGradients", "StepSnapshot", "forget_unscaled"]
 
 
 class StepSnapshot:
-    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
+    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler, batch.
 
     Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
     `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.
@@ -29,6 +30,7 @@ class StepSnapshot:
         state: The watch over attributes, buffers, metrics and other state that a step may change.
         generators: The watch over the process's random generators.
         results: The loop's collection of logged values; None where nothing can be logged.
+        batch: The batch that the step is about to receive; None if it receives copies.
     """
 
     def __init__(
@@ -38,9 +40,9 @@ class StepSnapshot:
         state: StateWatch,
         generators: GeneratorWatch,
         results: _ResultCollection | None,
+        batch: Any,
     ) -> None:
-        self._trainer = trainer
-        self._collection = results
+        self._trainer, self._watch, self._collection = trainer, state, results
         self._device = trainer.strategy.root_device
         self._generators = generators
         self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self._device)
@@ -57,9 +59,10 @@ class StepSnapshot:
         )
         self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
+        self._batch = BatchWatch(batch)
 
-    def restore(self) -> None:
-        """Restore everything as it was when the snapshot was taken.
+    def restore(self) -> Any:
+        """Restore everything as it was when the snapshot was taken, and return the batch.
 
         Raises:
             RunError: If a change cannot be undone.
@@ -69,8 +72,18 @@ class StepSnapshot:
         for tracker, state in self._progress:
             tracker.__dict__.update(state)
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
-        _forget_unscaled(self._trainer)
+        forget_unscaled(self._trainer)
         insist(self.state.restore, device=self._device)
+        return self._batch.again()
+
+    def undo(self) -> Any:
+        """Restore everything after a failed attempt, and return the batch for the next one.
+
+        The watch forgets what it found, so that no freed object of the module stays alive.
+        """
+        batch = self.restore()
+        self._watch.forget()
+        return batch
 
     def _restore_results(self) -> None:
         results = self._collection
@@ -117,8 +130,14 @@ class HeldGradients:
         if self._before is None:  # an optimizer that runs its closure again finds its first run's gradients here
             self._before = self._held
 
-    def add_back(self) -> None:
-        """Add the held gradients to this batch's, in the order of plain accumulation."""
+    def add_back(self, *, hold_first: bool) -> None:
+        """Add the held gradients to this batch's, in the order of plain accumulation.
+
+        Args:
+            hold_first: Whether no backward pass has set them aside.
+        """
+        if hold_first:
+            self.hold()
         for parameter, earlier in self._held or ():
             parameter.grad = earlier.clone() if parameter.grad is None else earlier + parameter.grad
 
@@ -149,7 +168,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _forget_unscaled(trainer: L.Trainer) -> None:
+def forget_unscaled(trainer: L.Trainer) -> None:
     """Let the gradient scaler begin the step again.
 
     The scaler refuses a second `unscale_` before `update`. A fused optimizer gets the scale as an attribute, which the

@@ -20,7 +20,7 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.logs import LogRecorder, inside_hook
 from lightning_unified.step.results.silent_loggers import SilentLoggers
-from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
+from lightning_unified.step.undo import TRAINING_STEP, Noted, StateWatch, roots_of
 
 __all__ = ["Undone", "draws_or_mixes", "gradient_of_step", "owns_dropout", "parameters_of_step", "state_of_step"]
 
@@ -66,8 +66,8 @@ class Undone:
             state=self._state,
             generators=GeneratorWatch(trainer.strategy.root_device),
             results=self._results,
+            batch=self._batch,
         )
-        self._watch = BatchWatch(self._batch)
         children = list(module.modules())
         parameters = _parameters(trainer, children)  # frozen ones too: a step may train them, and freeze others
         self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
@@ -114,7 +114,6 @@ class Undone:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
         self._snapshot.restore()
-        self._watch.again()
 
 
 def state_of_step(trainer: L.Trainer) -> StateWatch:
@@ -143,10 +142,7 @@ def gradient_of_step(
     Every call returns the same entries. Hooks around the backward pass are not run, and no gradient is left behind. A
     step without a loss has a gradient of zeros.
 
-    Args:
-        trainer: A Trainer in `fit`.
-        step: Runs `training_step`.
-        parameters: The parameters of the gradient; by default all that are trained.
+    The gradient is that of `parameters`, by default of all that are trained.
     """
     if parameters is None:
         parameters = [parameter for parameter in parameters_of_step(trainer) if parameter.requires_grad]

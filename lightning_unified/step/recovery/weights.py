@@ -33,9 +33,6 @@ class WeightsWatch:
       counters. For any other fused group, copies of its smallest parameters show whether it was written.
     - Writes through `.data`, as in older optimizers, cannot be detected. A failed step of such an optimizer counts as
       written.
-
-    Args:
-        optimizer: The optimizer about to step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -61,9 +58,6 @@ class WeightsCopy:
     """A copy of weights and optimizer state before `optimizer.step()`, to restore after it.
 
     At every step it costs the bytes of the weights and of the optimizer state once more, and the time to copy them.
-
-    Args:
-        optimizer: The optimizer about to step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

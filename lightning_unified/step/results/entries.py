@@ -165,10 +165,7 @@ def _learn_change(
 def _learn_made(
     table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn, entry by entry, how a dict or set that the step creates is merged.
-
-    The first of `values` is the whole batch's.
-    """
+    """Learn how a created dict or set merges, by entry; `values` begin with the whole batch's."""
     if values[0] is UNWRITTEN:
         return [path]
     table.note(_made(path), "by entry")
@@ -218,19 +215,13 @@ def _filled(values: Sequence[Any], before: Any) -> list[Any]:
 
 
 def _alike(changes: Sequence[Any]) -> list[Any]:
-    """Return the changes, with zeros for runs that did not write.
-
-    The zeros have the type and shape of the other runs' changes.
-    """
+    """Return the changes, with zeros of their type and shape for runs that did not write."""
     zero = next((change * 0 for change in changes if change is not None and change is not UNWRITTEN), None)
     return [zero if change is UNWRITTEN else change for change in changes]
 
 
 def _change(before: Any, after: Any) -> Any:
-    """Return the difference of two numbers, arrays or tensors of one shape.
-
-    The result is None for other values and for differences that are not finite.
-    """
+    """Return the finite difference of two numbers, arrays or tensors of one shape, else None."""
     if after is UNWRITTEN:
         return UNWRITTEN
     if before is ABSENT:

@@ -103,11 +103,7 @@ _SMALL = 4096  # entries
 def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
     """Return the names of the rules that merge the parts' values into the whole's.
 
-    Args:
-        values: One for each part.
-        whole: The whole's value.
-        parts: The weights of the parts.
-        tolerance: Largest relative difference that counts as rounding.
+    `tolerance` is the largest relative difference that counts as rounding.
     """
     if any(type(value) is not type(whole) for value in values):
         return frozenset()

@@ -123,17 +123,14 @@ class UpdateRecord:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the updates inside the block."""
-        update, attributes = self._metric.update, vars(cast("Any", self._metric))
+        update = self._metric.update
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             self._calls.append(apply_to_collection((args, kwargs), Tensor, Tensor.detach))
             return update(*args, **kwargs)
 
-        attributes["update"] = noting
-        try:
+        with _replaced(self._metric, "update", noting):
             yield
-        finally:
-            attributes["update"] = update
 
     def adds_up(self, *, tolerance: float) -> bool:
         """Return whether the state after all updates, run twice, is the joined state of two runs."""
@@ -164,9 +161,6 @@ class ComputeRecord:
     """Records the numbers that a step reads from metrics by `compute`.
 
     They cover all batches so far. Numbers that `forward` returns are the batch's own.
-
-    Args:
-        metrics: The metrics to watch.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -237,7 +231,7 @@ class _Twin:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Update the copy too, at each call of the metric inside the block."""
-        forward, attributes = self._metric.forward, vars(cast("Any", self._metric))
+        forward = self._metric.forward
 
         def forward_both(*args: Any, **kwargs: Any) -> Any:
             if self._twin is None:
@@ -245,11 +239,8 @@ class _Twin:
             self._twin.update(*args, **kwargs)
             return forward(*args, **kwargs)
 
-        attributes["forward"] = forward_both
-        try:
+        with _replaced(self._metric, "forward", forward_both):
             yield
-        finally:
-            del attributes["forward"]
 
     def finish(self) -> None:
         """Set the step value of the metric, if it was called."""
@@ -264,7 +255,7 @@ def metrics_of(module: torch.nn.Module) -> list[Metric]:
     """
     watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
     watch.look()
-    return watch.metrics
+    return list(watch.named_metrics.values())
 
 
 def _emptied_copy(metric: Metric) -> Metric:
@@ -294,12 +285,8 @@ def _join(metric: Metric, before: dict[str, Any]) -> None:
     metric._update_count = before["_update_count"] + 1
     with torch.no_grad():
         metric._reduce_states({name: before[name] for name in metric._defaults})
-    metric._is_synced, metric._should_unsync, metric._to_sync, metric._computed = (
-        False,
-        True,
-        metric.sync_on_compute,
-        None,
-    )
+    metric._is_synced, metric._should_unsync = False, True
+    metric._to_sync, metric._computed = metric.sync_on_compute, None
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

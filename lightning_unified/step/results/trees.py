@@ -15,13 +15,8 @@ def learn_tree(
 ) -> None:
     """Learn how values that may be nested are merged.
 
-    Args:
-        table: The rules.
-        values: One for each part.
-        whole: The whole's value.
-        parts: The weights of the parts.
-        tolerance: Largest relative difference that counts as rounding.
-        path: The place of the values: keys, indices and field names joined by dots.
+    `path` joins keys, indices and field names by dots. `tolerance` is the largest relative difference that counts as
+    rounding.
     """
     if path in table.given:
         return
@@ -38,12 +33,7 @@ def merge_tree(
 ) -> Any:
     """Return the whole batch's value.
 
-    Args:
-        table: The rules.
-        values: One for each micro-batch.
-        parts: The weights of the micro-batches.
-        fallback: `fallback(path, values)` returns the value where no rule is known or none fits.
-        path: The place of the values.
+    `fallback(path, values)` returns the value where no rule is known or none fits.
     """
     rule = table.rule(path)
     columns = None if rule is not None else _columns(values)

@@ -27,23 +27,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.entries import (
-    UNWRITTEN,
-    is_known,
-    is_mergeable,
-    learn_entry,
-    merge_entry,
-)
+from lightning_unified.step.results.entries import UNWRITTEN, is_known, is_mergeable, learn_entry, merge_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
-from lightning_unified.step.undo.changes import (
-    Change,
-    changes_since,
-    is_same,
-    moved_since,
-    versions_of,
-)
+from lightning_unified.step.undo.changes import Change, changes_since, is_same, moved_since, versions_of
 
 __all__ = [
     "Write",
@@ -190,10 +178,7 @@ class WrittenOverMicroBatches:
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the last micro-batch's writes that some rule merges; the others stay.
-
-        `finish` merges them.
-        """
+        """Take back the writes that some rule merges, for `finish` to merge them; the others stay."""
         changes = list(changes)
         new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if new and len(self._writes) == 1:

@@ -1,16 +1,15 @@
-"""Split batches into micro-batches by rows, and merge their outputs."""
+"""Split batches into micro-batches by rows."""
 
 from lightning_unified.step.split.containers import containers_copied, tensors_in
-from lightning_unified.step.split.merging import merge
-from lightning_unified.step.split.sizes import BatchShape, elements_per_row, positions, split_rows
+from lightning_unified.step.split.sizes import BatchShape, bounds, elements_per_row, positions, split_rows
 from lightning_unified.step.split.splitting import BatchSplitter, planning_splitter, splitter_of
 
 __all__ = [
     "BatchShape",
     "BatchSplitter",
+    "bounds",
     "containers_copied",
     "elements_per_row",
-    "merge",
     "planning_splitter",
     "positions",
     "split_rows",

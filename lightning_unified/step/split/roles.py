@@ -104,13 +104,7 @@ def places_in(
 
 
 def tried(
-    places: Sequence[Place],
-    rows: int,
-    *,
-    root: str,
-    shared: Sequence[str],
-    samples: LoaderSamples,
-    is_known: bool,
+    places: Sequence[Place], rows: int, *, root: str, shared: Sequence[str], samples: LoaderSamples, is_known: bool
 ) -> Trial:
     """Return the roles of `places` and of the entries of lists among them, assuming `rows` rows.
 

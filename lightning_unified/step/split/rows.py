@@ -1,22 +1,18 @@
 """Find the number of rows of a batch, and the entries that are split."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import RowRules
-from lightning_unified.step.split.containers import PLAIN, is_sequence, tensors_in
-from lightning_unified.step.split.roles import Place, Role, Roles, Tag, Trial, may_hold_rows, places_in, tried
+from lightning_unified.step.split import refusals
+from lightning_unified.step.split.containers import PLAIN, tensors_in
+from lightning_unified.step.split.guess import assumed, guessed_rows
+from lightning_unified.step.split.roles import Place, Role, Roles, Tag, may_hold_rows, places_in
 from lightning_unified.step.split.samples import LoaderSamples, SubBatch
 from lightning_unified.step.split.sizes import BatchShape
 
 __all__ = ["RowFinder"]
-
-_WAYS_OUT = "give rows=RowRules(split=…, count=…) in MicroBatchRules, or splittable=False to run batches whole"
-_MOST_NAMED = 8  # entries in a message
 
 
 class RowFinder:
@@ -48,9 +44,7 @@ class RowFinder:
     def rows(self, batch: Any, sub_batches: Sequence[SubBatch]) -> int | None:
         """Return the number of rows of `batch`; None if it is unknown or contradictory.
 
-        Args:
-            batch: The whole batch.
-            sub_batches: The sub-batches by path, with the samples of their loaders.
+        The sub-batches are given by path, with the samples of their loaders.
         """
         found = {self._find(batch, path, samples) for path, samples in sub_batches}
         return found.pop() if len(found) == 1 else None
@@ -58,12 +52,8 @@ class RowFinder:
     def shape(self, batch: Any, sub_batches: Sequence[SubBatch]) -> BatchShape | None:
         """Return the size of `batch`; None if its number of rows is unknown.
 
-        If the batch contradicts the roles, or its rows are ambiguous, this is its largest possible size. `refusal` decides whether it can
-        be split.
-
-        Args:
-            batch: The whole batch.
-            sub_batches: The sub-batches by path, with the samples of their loaders.
+        If the batch contradicts the roles, or its rows are ambiguous, this is its largest possible size. `refusal`
+        decides whether it can be split.
         """
         rows = self.rows(batch, sub_batches)
         if rows is None:
@@ -80,17 +70,17 @@ class RowFinder:
             if self._is_unknown(place):
                 return self._ambiguity(batch)
             if place.tag == "object" and may_hold_rows(place.value, rows):
-                return self._of_unknown_class(place)
+                return refusals.unknown_class(self._name, place)
             if self.roles.get(place.key) is not Role.ROWS:
                 continue
             split += 1
             if place.size != rows:
                 off.append(place)
             elif place.kind is not None and (why := place.kind.refusal(place.value)) is not None:
-                return SplitError(f"{self._name}: {why}; {_WAYS_OUT}.")
+                return refusals.unsplittable(self._name, why)
         if off:
             return self._contradiction(batch, off)
-        return None if split else self._without_rows(batch)
+        return None if split else refusals.without_rows(self._name, batch)
 
     def _places(self, batch: Any, path: str = "") -> list[Place]:
         found = places_in(batch, "", self.roles, shared=self._shared)
@@ -109,16 +99,20 @@ class RowFinder:
         self._compare_lengths([one for one in places if one.tag == "list" and self._is_unknown(one)])
         known = [one for one in places if self.roles.get(one.key) is Role.ROWS and one.size is not None]
         fresh = [one for one in places if self._is_unknown(one)]
-        rows = self._agreed(known, path) if known else self._guess(fresh, path, samples())
+        rows = self._agreed(known, path) if known else self._guessed(fresh, path, samples())
         if rows is None:
             return None
         if fresh:
             told = samples()
-            self.roles.update(self._try(fresh, path, told, rows, is_known=rows in told.counts).roles)
+            trial = assumed(fresh, path, told, rows, shared=self._shared, is_known=rows in told.counts)
+            self.roles.update(trial.roles)
         if self._rows.setdefault(path, rows) != rows:
             self._varies.add(path)
         self._rows[path] = rows
         return rows
+
+    def _guessed(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
+        return guessed_rows(places, path, samples, shared=self._shared, is_prepared=self._is_prepared)
 
     def _compare_lengths(self, lists: Sequence[Place]) -> None:
         """Give undecided lists the role `ROWS` if their length has changed since an earlier batch.
@@ -159,77 +153,18 @@ class RowFinder:
         moved = {one.size for one in known if one.size != before}
         return [one for one in known if one.size == before] if len(moved) == 1 and path not in self._varies else []
 
-    def _try(self, places: Sequence[Place], path: str, samples: LoaderSamples, rows: int, *, is_known: bool) -> Trial:
-        for told in (samples, replace(samples, constants=())):
-            trial = tried(places, rows, root=path, shared=self._shared, samples=told, is_known=is_known)
-            if trial.has_rows or not samples.constants:
-                break
-        return trial
-
-    def _guess(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
-        """Return the number of rows of a first batch; None if it is unknown."""
-        by_loader = (n for n in samples.counts if self._try(places, path, samples, n, is_known=True).has_rows)
-        by_batch = self._unanimous(places, path, samples) if self._is_prepared or not samples.counts else None
-        found = next(by_loader, None) if by_batch is None else by_batch
-        return self._unanimous(places, path, samples) if found is None else found
-
-    def _unanimous(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
-        """Return the only number of rows that leaves no leaf over; None if none or several do.
-
-        No leaf is left over if each is split, is a constant of the loader, or has at most one entry in dimension 0.
-        """
-        lists = [place for place in places if place.tag == "list"]
-        leaves = {place.size for place in places if place.tag == "leaf"}
-        leaves |= {tensor.size(0) for one in lists for tensor in tensors_in(one.value) if tensor.dim()}
-        if lists and lists[0].path == path and samples.collates == "rows":
-            return lists[0].size
-        if lists and lists[0].path == path and samples.collates is None and _is_row_of_tensors(lists[0].value):
-            return None
-        for candidates in (leaves, _lengths(lists)):
-            fitting = []
-            for rows in sorted(n for n in candidates if n):
-                trial = self._try(places, path, samples, rows, is_known=False)
-                if trial.has_rows and not trial.left_over:
-                    fitting.append(rows)
-            larger = [rows for rows in fitting if rows > 1] or fitting
-            if larger:
-                return larger[0] if len(larger) == 1 else None
-        return None
-
     def _contradiction(self, batch: Any, off: Sequence[Place]) -> SplitError:
         places = self._split_places(batch)
         suspect = (self._stuck(places, "") or off)[0]
-        late = "; earlier batches were split along it" if self.has_split and suspect not in off else ""
-        return SplitError(
-            f"a batch of {self._name} cannot be split: entries that are split by rows differ in their first dimension "
-            f"({_listed(places)}){late}. If {suspect.path!r} has no row dimension, give MicroBatchRules(rows=RowRules(shared="
-            f"({suspect.path!r},))); for sub-batches of several loaders, give these the same batch_size and drop_last=True; else {_WAYS_OUT}."
+        return refusals.contradiction(
+            self._name, places, suspect=suspect, is_late=self.has_split and suspect not in off
         )
 
     def _ambiguity(self, batch: Any) -> SplitError:
-        entered = {one.key: Role.COLUMNS for one in self._places(batch) if (one.size or _MOST_NAMED) < _MOST_NAMED}
-        places = list(places_in(batch, "", {**self.roles, **entered}, shared=self._shared))
-        return SplitError(
-            f"the rows of a batch of {self._name} are ambiguous: {_listed(places)}. In MicroBatchRules, give "
-            "rows=RowRules(count=…, shared=(…)), a function that returns the number of rows and the paths of entries without a row "
-            f"dimension; else {_WAYS_OUT}."
-        )
-
-    def _of_unknown_class(self, place: Place) -> SplitError:
-        where = f"the entry {place.path!r} of a batch" if place.path else "a batch"
-        shared = (
-            f"give rows=RowRules(shared=({place.path!r},)) if every micro-batch may get it whole; else "
-            if place.path
-            else ""
-        )
-        return SplitError(
-            f"{where} of {self._name} is of type {type(place.value).__name__}, whose rows cannot be told; {shared}{_WAYS_OUT}."
-        )
-
-    def _without_rows(self, batch: Any) -> SplitError:
-        return SplitError(
-            f"a batch of {self._name}, of type {type(batch).__name__}, has no entry with a row dimension, so it cannot be split; {_WAYS_OUT}."
-        )
+        most = refusals.MOST_NAMED
+        entered = {one.key: Role.COLUMNS for one in self._places(batch) if (one.size or most) < most}
+        places = places_in(batch, "", {**self.roles, **entered}, shared=self._shared)
+        return refusals.ambiguity(self._name, list(places))
 
 
 def _elements(places: Sequence[Place]) -> int:
@@ -247,25 +182,3 @@ def _above(path: str) -> list[str]:
     """Return the paths of the containers that hold the sub-batch at `path`."""
     keys = path.split(".") if path else []
     return [".".join(keys[:index]) for index in range(len(keys))]
-
-
-def _is_row_of_tensors(value: Sequence[Any]) -> bool:
-    """Return whether a batch is a list of three or more similar tensors.
-
-    Such tensors may be rows or columns.
-    """
-    sorts = {(one.dtype, one.dim()) if isinstance(one, Tensor) and one.dim() else None for one in value}
-    return len(value) > 2 and len(sorts) == 1 and None not in sorts
-
-
-def _lengths(lists: Sequence[Place]) -> set[int | None]:
-    """Return the lengths of lists and of the lists inside them."""
-    inner = {len(entry) for place in lists for entry in place.value if is_sequence(entry)}
-    return {place.size for place in lists} | inner
-
-
-def _listed(places: Sequence[Place]) -> str:
-    """Return the paths and sizes of the first places, for a message."""
-    sized = [place for place in places if place.size is not None]
-    named = [f"{place.path or 'the list'} has {place.size}" for place in sized[:_MOST_NAMED]]
-    return ", ".join(named) + (f", and {len(sized) - _MOST_NAMED} more" if len(sized) > _MOST_NAMED else "")

@@ -22,10 +22,8 @@ LEFT_BEHIND = _LeftBehind()
 def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -> MicroBatchRules:
     """Return the rules for splitting batches of `module` in `stage`.
 
-    Args:
-        module: A LightningModule.
-        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`, as in Lightning's `setup(stage)`.
-        given: The rules that the user passed to the strategy. They replace all rules that the module declares.
+    A stage is `"fit"`, `"validate"`, `"test"` or `"predict"`, as in Lightning's `setup(stage)`. Rules `given` to the
+    strategy replace all rules that the module declares.
 
     Raises:
         ConfigurationError: If the module's hook returns another type than `MicroBatchRules`, or the strategy came from another

@@ -1,13 +1,15 @@
 """Sizes of batches and of the micro-batches that they are split into."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.split.containers import tensors_in
 
-__all__ = ["BatchShape", "elements_per_row", "positions", "split_rows"]
+__all__ = ["BatchShape", "bounds", "elements_per_row", "positions", "split_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ def split_rows(rows: int, *, micro_batch_size: int, unit: int = 1, least: int = 
     units = rows // unit
     count = min(-(-units // (micro_batch_size // unit)), max(rows // max(least, unit), 1))
     return [unit * (units // count + (index < units % count)) for index in range(count)]
+
+
+def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first row of each micro-batch, and the row after its last."""
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def elements_per_row(batch: Any, rows: int) -> int:

@@ -16,7 +16,7 @@ from lightning_unified.step.split.roles import Role, Roles
 from lightning_unified.step.split.rows import RowFinder
 from lightning_unified.step.split.rules import given_to, rules_of
 from lightning_unified.step.split.samples import UNKNOWN, LoaderSamples, SubBatch, samples_by_path
-from lightning_unified.step.split.sizes import BatchShape, elements_per_row
+from lightning_unified.step.split.sizes import BatchShape, bounds, elements_per_row
 
 __all__ = ["BatchSplitter", "planning_splitter", "splitter_of"]
 
@@ -41,9 +41,7 @@ class BatchSplitter:
     def shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
         """Return the size of `batch`; None if its rows are unknown, or the rule `count` fails.
 
-        Args:
-            batch: The whole batch.
-            loader: The index of its loader, if several run one after another.
+        `loader` is the index of its loader, if several run one after another.
         """
         try:
             return self._measured(batch, loader)
@@ -96,9 +94,7 @@ class BatchSplitter:
         Raises:
             SplitError: If the batch cannot be split by rows.
         """
-        stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-        found = self._split(batch, bounds, rows=sum(sizes), loader=loader)
+        found = self._split(batch, bounds(sizes), rows=sum(sizes), loader=loader)
         self._finder(loader).has_split = True
         return found
 
@@ -106,13 +102,13 @@ class BatchSplitter:
         """Return a copy of the roles found so far, by path."""
         return dict(self._finder(loader).roles)
 
-    def _split(self, batch: Any, bounds: Sequence[tuple[int, int]], *, rows: int, loader: int) -> list[Any]:
+    def _split(self, batch: Any, spans: Sequence[tuple[int, int]], *, rows: int, loader: int) -> list[Any]:
         own = self._rules.rows.split
         if own is not None:
-            return [own(batch, *bound) for bound in bounds]
+            return [own(batch, *span) for span in spans]
         self.require_rows(batch, rows, loader=loader)
         roles = self._finder(loader).roles
-        return [_rows_of(batch, "", *bound, roles=roles) for bound in bounds]
+        return [_rows_of(batch, "", *span, roles=roles) for span in spans]
 
     def _measured(self, batch: Any, loader: int) -> BatchShape | None:
         rules = self._rules.rows
@@ -152,10 +148,7 @@ class BatchSplitter:
 def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | None = None) -> BatchSplitter:
     """Return the splitter of `module` in the run of `trainer`, or a new one outside a run.
 
-    Args:
-        module: A LightningModule.
-        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        trainer: The running Trainer; None without one.
+    A stage is `"fit"`, `"validate"`, `"test"` or `"predict"`.
     """
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     if policy is not None and policy.batches.runs(module):
@@ -167,11 +160,6 @@ def planning_splitter(module: L.LightningModule, rules: MicroBatchRules, *, stag
     """Return a splitter that predicts from one batch, without loaders.
 
     If the rows are ambiguous, the most common first dimension of the tensors is the number of rows.
-
-    Args:
-        module: The module that gets the batches.
-        rules: The rules of the module.
-        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
     """
     rows = rules.rows
     if rows.count is None and rows.split is None:

@@ -15,9 +15,6 @@ class BatchWatch:
 
     Contents of containers and attributes of objects (graphs, dataclasses) are restored. Tensors are not copied; the version counter shows
     whether one was written in place.
-
-    Args:
-        batch: The batch that the step is about to receive.
     """
 
     def __init__(self, batch: Any) -> None:

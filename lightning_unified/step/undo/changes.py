@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_unified.step.undo.cells import Cell, ListCell, LongCell, Path, path_text
 from lightning_unified.step.undo.states import set_state, state_of
+from lightning_unified.step.undo.tensors import version_of
 from lightning_unified.step.undo.walk import FoundTensor
 from lightning_unified.step.undo.watch import Noted
 
@@ -44,16 +45,12 @@ class Change:
 
 def changes_since(noted: Noted) -> list[Change]:
     """Return every change since `noted`; slow, because it compares all values."""
-    tensors: list[tuple[FoundTensor, Tensor | None]] = []
-    if noted.tensors is not None:
-        moved = noted.tensors.moved()
-        tensors += [*noted.tensors.copied, *((one, None) for one in noted.tensors.held if one.slot in moved)]
-    return [*_changed_cells(noted), *_changed_tensors(noted, tensors), *_changed_values(noted)]
+    return _changes(noted, [] if noted.tensors is None else noted.tensors.copied)
 
 
 def versions_of(noted: Noted) -> list[int]:
     """Return the version counters of the copied tensors, for `moved_since`."""
-    return [] if noted.tensors is None else [_version(entry.tensor) for entry, _ in noted.tensors.copied]
+    return [] if noted.tensors is None else [version_of(entry.tensor) for entry, _ in noted.tensors.copied]
 
 
 def moved_since(noted: Noted, versions: list[int], known: Collection[str]) -> list[Change]:
@@ -64,17 +61,23 @@ def moved_since(noted: Noted, versions: list[int], known: Collection[str]) -> li
         versions: Version counters of the copied tensors then; tensors with the same counter are not compared.
         known: Paths of tensors that are compared in any case, because some writes move no counter.
     """
-    tensors: list[tuple[FoundTensor, Tensor | None]] = []
+    tensors: list[tuple[FoundTensor, Tensor]] = []
     if noted.tensors is not None:
         pairs = zip(noted.tensors.copied, versions, strict=True)
-        tensors += [pair for pair, version in pairs if _version(pair[0].tensor) != version or _is_among(pair[0], known)]
-        moved = noted.tensors.moved()
-        tensors += [(one, None) for one in noted.tensors.held if one.slot in moved] if moved else []
-    return [*_changed_cells(noted), *_changed_tensors(noted, tensors), *_changed_values(noted)]
+        tensors = [
+            (entry, copy)
+            for (entry, copy), version in pairs
+            if version_of(entry.tensor) != version or (known and path_text(entry.path) in known)
+        ]
+    return _changes(noted, tensors)
 
 
-def _is_among(entry: FoundTensor, known: Collection[str]) -> bool:
-    return bool(known) and path_text(entry.path) in known
+def _changes(noted: Noted, copied: Iterable[tuple[FoundTensor, Tensor]]) -> list[Change]:
+    """Return the changes of cells, values, tensors without a copy, and the tensors in `copied`."""
+    held: list[tuple[FoundTensor, None]] = []
+    if noted.tensors is not None and (moved := noted.tensors.moved()):
+        held = [(entry, None) for entry in noted.tensors.held if entry.slot in moved]
+    return [*_changed_cells(noted), *_changed_tensors(noted, [*copied, *held]), *_changed_values(noted)]
 
 
 def _changed_cells(noted: Noted) -> Iterator[Change]:
@@ -164,10 +167,6 @@ def _changed_values(noted: Noted) -> Iterator[Change]:
 
 def _put_array(array: Any, value: Any) -> None:
     array[...] = value
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_same(one: Any, other: Any) -> bool:

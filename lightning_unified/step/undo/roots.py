@@ -81,10 +81,6 @@ def names_of(owner: Any, hooks: Iterable[str]) -> list[Cell]:
 
     The search covers the methods of all its classes, because one may call the next. It covers the functions nested in them and wrapped by
     their decorators, but not the functions that they call.
-
-    Args:
-        owner: A LightningModule or a callback.
-        hooks: Names of methods.
     """
     names: dict[int, tuple[dict[str, Any], set[str]]] = {}
     cells: dict[int, Cell] = {}

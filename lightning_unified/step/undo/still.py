@@ -175,10 +175,6 @@ class StillCells:
         cell, noted = self._pairs[index]
         return holds(cell.copy(), noted)
 
-    def changed(self) -> list[Cell]:
-        """Return the cells with contents that differ from their copies."""
-        return [cell for cell, _ in self.moved()]
-
     def moved(self) -> list[tuple[Cell, Any]]:
         """Return the cells with contents that differ from their copies, each with its copy."""
         return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]

@@ -15,7 +15,7 @@ from lightning_unified.step.undo.plans import SMALL, Plan, Rooms, bytes_of, is_p
 from lightning_unified.step.undo.walk import FoundTensor
 from lightning_unified.units import MIB, format_bytes
 
-__all__ = ["Checksum", "NotedTensors", "TensorKeeper", "checksum", "differing"]
+__all__ = ["Checksum", "NotedTensors", "TensorKeeper", "checksum", "differing", "version_of"]
 
 _SAMPLES = 4096
 _MOST = 1 << 27  # words read at most, 1 GiB; of a larger tensor every second, third, … word is read
@@ -118,7 +118,7 @@ class TensorKeeper:
         for plan in plans:
             plan.copy()
         fresh = {
-            entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor))
+            entry.slot: Checksum(checksum(entry.tensor), version_of(entry.tensor))
             for plan in plans
             for entry in (plan.held if self._unseen else ())
             if entry.slot in self._unseen and _can_be_summed(entry.tensor)
@@ -151,7 +151,7 @@ class TensorKeeper:
         A change is unnoticed if the checksum differs and the version counter has not moved.
         """
         held = [entry for entry in noted.held if _can_be_summed(entry.tensor)]
-        sums = {entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor)) for entry in held}
+        sums = {entry.slot: Checksum(checksum(entry.tensor), version_of(entry.tensor)) for entry in held}
         pairs = {slot: (self._checksums[slot], new) for slot, new in sums.items() if slot in self._checksums}
         unmoved = {slot: pair for slot, pair in pairs.items() if pair[0].version == pair[1].version}
         changed = set(differing({slot: (old.value, new.value) for slot, (old, new) in unmoved.items()}))
@@ -202,7 +202,7 @@ class NotedTensors:
     def __init__(self, plans: list[Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
         self.plans = plans
         self.held = [entry for plan in plans for entry in plan.held]
-        self._versions = list(map(_version_of, self.held))
+        self._versions = list(map(_version_at, self.held))
         self._checksums = checksums
 
     @property
@@ -212,7 +212,7 @@ class NotedTensors:
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy that have a moved version counter."""
-        now = map(_version_of, self.held)
+        now = map(_version_at, self.held)
         return {entry.slot for entry, old, new in zip(self.held, self._versions, now, strict=True) if old != new}
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
@@ -268,12 +268,13 @@ def _refusal(changed: list[FoundTensor]) -> str:
     )
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of `tensor`; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _version_of(entry: FoundTensor) -> int:
-    return _version(entry.tensor)
+def _version_at(entry: FoundTensor) -> int:
+    return version_of(entry.tensor)
 
 
 def _can_be_summed(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
-from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, Path, SlotsCell, path_text
+from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
 from lightning_unified.step.undo.kinds import Kind
 from lightning_unified.step.undo.roots import Roots
 from lightning_unified.step.undo.states import iterator_copied, set_state, state_of
@@ -47,13 +47,8 @@ class StateWatch:
         self._metrics: dict[str, Metric] = {}
 
     @property
-    def metrics(self) -> list[Metric]:
-        """The torchmetrics objects with a state, from the last note or look."""
-        return list(self.named_metrics.values())
-
-    @property
     def named_metrics(self) -> dict[str, Metric]:
-        """The torchmetrics objects with a state, by the path of each."""
+        """The torchmetrics objects with a state, by path, from the last note or look."""
         return {path: metric for path, metric in self._metrics.items() if metric._defaults}
 
     def note(self) -> "Noted":
@@ -74,11 +69,7 @@ class StateWatch:
             self._scan()
 
     def learn(self, noted: "Noted") -> None:
-        """Record which large tensors a successful step changed.
-
-        Args:
-            noted: The record from before the step.
-        """
+        """Record which large tensors a successful step changed since `noted`."""
         if self._tensors is not None and noted.tensors is not None:
             self._tensors.learn(noted.tensors)
 
@@ -98,7 +89,7 @@ class StateWatch:
         if self._still is not None:
             if self._still.are_same():
                 return self._still
-            self._changing.update((id(cell.target), cell.target) for cell in self._still.changed())
+            self._changing.update((id(cell.target), cell.target) for cell, _ in self._still.moved())
         return self._scan()
 
     def _of_changing(self) -> Found:
@@ -152,6 +143,10 @@ class Noted:
         changing: The cells and values that are recorded before every step.
         tensors: The tensors' values; None where they are not recorded.
         metric_paths: Paths of torchmetrics objects.
+
+    Attributes:
+        states: Generators and other values with a state, each with its state and path.
+        arrays: Small NumPy arrays, each with a copy and its path.
     """
 
     def __init__(
@@ -165,20 +160,10 @@ class Noted:
     ) -> None:
         self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells
-        self._states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
+        self.states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
         self._iterators = [(cell, name, iterator_copied(value)) for cell, name, value in changing.iterators]
         small = (one for one in (*scanned.arrays, *changing.arrays) if one[0].nbytes <= _SMALL_ARRAY)
-        self._arrays = [(array, array.copy(), path) for array, path, _ in small]
-
-    @property
-    def states(self) -> list[tuple[Any, Any, Path]]:
-        """Generators and other values with a state, each with its state and path."""
-        return self._states
-
-    @property
-    def arrays(self) -> list[tuple[Any, Any, Path]]:
-        """Small NumPy arrays, each with a copy and its path."""
-        return self._arrays
+        self.arrays = [(array, array.copy(), path) for array, path, _ in small]
 
     def moved_cells(self) -> Iterator[tuple[Cell, Any]]:
         """Yield the cells that hold other objects than before, each with its earlier contents."""
@@ -203,9 +188,9 @@ class Noted:
                 errors.append(error)
         for cell, name, iterator in self._iterators:
             cell.put(name, iterator_copied(iterator))
-        for value, state, _ in self._states:
+        for value, state, _ in self.states:
             set_state(value, state)
-        for array, entries, _ in self._arrays:
+        for array, entries, _ in self.arrays:
             if array.flags.writeable:
                 array[...] = entries
         if self.tensors is not None:

@@ -175,11 +175,11 @@ def test_yaml_beyond_the_limits_is_refused(bomb, tmp_path):
         read_yaml(tmp_path / "config.yaml")
 
 
-def test_json_that_nests_too_deep_is_refused_and_control_characters_are_taken_out(tmp_path):
+def test_json_that_nests_too_deep_is_refused_and_control_characters_are_replaced(tmp_path):
     (tmp_path / "deep.json").write_text("[" * 200_000 + "]" * 200_000)
     (tmp_path / "red.json").write_text(json.dumps({"name\x1b[31m": ["a\x07b\x9b1mc\r\n\td"]}))
 
     with pytest.raises(ConfigurationError, match=r"deep\.json"):
         read_json(tmp_path / "deep.json")
-    assert read_json(tmp_path / "red.json") == {"name[31m": ["ab1mc\n\td"]}
-    assert printable("\x1b]0;title\x07") == "]0;title"
+    assert read_json(tmp_path / "red.json") == {"name\ufffd[31m": ["a\ufffdb\ufffd1mc\ufffd\n\td"]}
+    assert printable("\x1b]0;title\x07") == "\ufffd]0;title\ufffd"

@@ -60,7 +60,10 @@ def kept():
 
 @pytest.fixture
 def taken():
-    """Run calls on the real CPU; return for each its result and the bytes it took on top of what it left."""
+    """Run calls on the real CPU; return each result and its temporary bytes.
+
+    Temporary bytes exceed the bytes that the call leaves allocated.
+    """
 
     def measure(calls: Sequence[tuple[Callable, tuple]]) -> list[SimpleNamespace]:
         results = []

@@ -5,6 +5,7 @@ import torch
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
 from lightning_unified.cost_model.backends.kernel_memory.hidden import REPAIRS, SAVED
+from tests.support.hidden_peak import temporary_bytes
 
 aten = torch.ops.aten
 HAS_CHUNKED_LOSS = hasattr(torch.nn.functional, "linear_cross_entropy")  # torch 2.13
@@ -118,7 +119,7 @@ CONVOLUTIONS = [
 def test_what_a_cpu_kernel_takes_unseen_is_what_it_takes(taken):
     calls = [*mixed(), *images()]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        said = hidden(func, *args, results=real.result).temporary
+        said = temporary_bytes(hidden(func, *args, results=real.result))
         assert said == pytest.approx(real.hidden, rel=0.03, abs=4096), (func, real.hidden)
 
 
@@ -126,7 +127,7 @@ def test_what_a_cpu_kernel_takes_unseen_is_what_it_takes(taken):
 def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
     calls = [call for pair in CONVOLUTIONS for call in pair]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        said = hidden(func, *args, results=real.result).temporary
+        said = temporary_bytes(hidden(func, *args, results=real.result))
         assert said == pytest.approx(real.hidden, rel=0.02, abs=8192), (func, args[0].shape, args[1].shape)
 
 
@@ -142,7 +143,7 @@ def test_a_convolution_in_bfloat16_takes_what_it_takes_within_48_kib(taken):
     ]
     calls = [call for *sizes, stride in shapes for call in convolution(*sizes, stride=stride, dtype=torch.bfloat16)]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        said = hidden(func, *args, results=real.result).temporary
+        said = temporary_bytes(hidden(func, *args, results=real.result))
         assert said == pytest.approx(real.hidden, rel=0.02, abs=48 * 1024), (func, args[0].shape, args[1].shape)
 
 
@@ -155,7 +156,7 @@ def test_a_product_in_bfloat16_takes_the_blocks_it_takes(taken):
     pairs += [(left.t().contiguous().t(), right) for left, right in pairs]
     calls = [(aten.mm.default, pair) for pair in pairs]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        said = hidden(func, *args, results=real.result).temporary
+        said = temporary_bytes(hidden(func, *args, results=real.result))
         assert said == pytest.approx(real.hidden, rel=0.02, abs=4096), (args[0].shape, args[1].shape, args[0].stride())
 
 
@@ -172,7 +173,7 @@ def test_what_a_chunked_loss_takes_unseen_is_what_it_takes(taken, reduction, pol
         loss = torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction
         call = loss.default, (*args, -100, 64, policy, torch.float32)
     (real,) = taken([call])
-    assert hidden(*call[:1], *call[1], results=real.result).temporary == pytest.approx(real.hidden, rel=0.02)
+    assert temporary_bytes(hidden(*call[:1], *call[1], results=real.result)) == pytest.approx(real.hidden, rel=0.02)
 
 
 def lstm(steps, rows, width, size):
@@ -195,7 +196,7 @@ def test_the_workspace_of_an_lstm_is_what_the_operator_returns(sizes):
 def test_what_an_lstm_takes_is_what_it_takes(taken):
     calls = [(aten.mkldnn_rnn_layer.default, lstm(*sizes)) for sizes in ((20, 16, 64, 64), (20, 16, 256, 256))]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        assert hidden(func, *args, results=real.result).temporary == pytest.approx(real.hidden, rel=0.06)
+        assert temporary_bytes(hidden(func, *args, results=real.result)) == pytest.approx(real.hidden, rel=0.06)
 
 
 def test_a_fake_lstm_still_shows_no_workspace_and_so_needs_the_repair(fake):
@@ -222,7 +223,7 @@ def attention_gradient(name, dtype, *, rows=2, heads=4, queries=100, size=64, he
     args = [gradient, query, key, value, output]
     if "cudnn" not in name:
         args = [gradient, query, key, value]
-    return hidden_bytes(getattr(aten, name).default, args, {}, [query] * 3, backend="cuda").temporary
+    return temporary_bytes(hidden_bytes(getattr(aten, name).default, args, {}, [query] * 3, backend="cuda"))
 
 
 def test_flash_accumulates_the_gradient_of_queries_in_float32(fake):
@@ -260,7 +261,7 @@ def test_cudnn_accumulates_query_gradients_and_expands_grouped_keys_and_values(f
 def test_the_gradient_of_a_softmax_takes_a_product_as_large_as_it(fake):
     row = torch.empty(16, 32)
     assert (
-        hidden(aten._softmax_backward_data.default, row, row, -1, torch.float32, backend="cuda").temporary
+        temporary_bytes(hidden(aten._softmax_backward_data.default, row, row, -1, torch.float32, backend="cuda"))
         == 16 * 32 * 4
     )
 
@@ -269,14 +270,16 @@ def test_the_gradient_of_a_softmax_takes_a_product_as_large_as_it(fake):
 def test_values_that_are_added_at_indices_are_copied_into_a_row(fake, narrow):
     values = torch.empty(100, 16)[:, :8] if narrow else torch.empty(100, 8)
     args = torch.empty(20, 8), [torch.empty(100, dtype=torch.long)], values, True
-    assert hidden(aten.index_put.default, *args, backend="cuda").temporary == 6 * 8 * 100 + narrow * 100 * 8 * 4
+    assert temporary_bytes(hidden(aten.index_put.default, *args, backend="cuda")) == 6 * 8 * 100 + narrow * 100 * 8 * 4
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(3072, 0), (8192, 5 * 8192 * 8 + (819 + 1000) * (8 + 64 * 4))])
 def test_many_indices_of_an_embedding_are_sorted_and_summed_in_parts(fake, tokens, expected):
     gradient, indices = torch.empty(tokens, 64, dtype=torch.bfloat16), torch.empty(tokens, dtype=torch.long)
     assert (
-        hidden(aten.embedding_dense_backward.default, gradient, indices, 1000, -1, False, backend="cuda").temporary
+        temporary_bytes(
+            hidden(aten.embedding_dense_backward.default, gradient, indices, 1000, -1, False, backend="cuda")
+        )
         == expected
     )
 

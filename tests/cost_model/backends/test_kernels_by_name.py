@@ -158,19 +158,19 @@ def test_autocast_lowers_a_recurrence_as_a_whole(fake):
         assert module(torch.empty(STEPS, ROWS, WIDTH))[0].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(("backend", "at_once"), [("cpu", False), ("cuda", True), ("rocm", True), ("mps", False)])
+@pytest.mark.parametrize(("backend", "together"), [("cpu", False), ("cuda", True), ("rocm", True), ("mps", False)])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_updates_all_parameters_at_once_on_cuda_only(fake, operations, backend, at_once, kind):
+def test_an_optimizer_updates_all_parameters_at_once_on_cuda_only(fake, operations, backend, together, kind):
     module = nn.Linear(4, 4)
     with mimic(backend):
         optimizer = kind(module.parameters(), lr=0.1)
         module(torch.empty(2, 4)).sum().backward()
         with operations() as ran:
             optimizer.step()
-    assert any(name.startswith("_foreach_") for name in ran.names) is at_once
+    assert any(name.startswith("_foreach_") for name in ran.names) is together
 
 
-def test_an_optimizer_that_is_told_its_kernel_keeps_it(fake, operations):
+def test_an_optimizer_with_a_given_kernel_keeps_it(fake, operations):
     module = nn.Linear(4, 4)
     with mimic("cuda"):
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)

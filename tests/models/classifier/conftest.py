@@ -1,4 +1,7 @@
-"""A classifier small enough for tests, a ragged batch, a tokenizer, and data that offers what the classifier takes over."""
+"""A tiny classifier, a ragged batch, a tokenizer, and data.
+
+The data offers the properties that the classifier takes over.
+"""
 
 import pytest
 import torch
@@ -75,7 +78,7 @@ def data(batches, tokenizer):
 
 @pytest.fixture
 def build():
-    """Return a function that builds the tiny classifier, always with the same weights, without dropout."""
+    """Return a function that builds the tiny classifier, with fixed weights and no dropout."""
 
     def make(**changes):
         torch.manual_seed(3)

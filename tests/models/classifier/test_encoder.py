@@ -1,4 +1,7 @@
-"""Encoders from folders and packages: every weight where it belongs, none twice in memory, clear errors; the presets' sizes."""
+"""Encoders from folders and packages: complete weights, clear errors, preset sizes.
+
+No weight is in memory twice.
+"""
 
 import json
 import re
@@ -11,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lightning_unified.models.classifier import ClassificationReport, TextClassifier
 from lightning_unified.models.classifier.network import encoder
 from lightning_unified.models.classifier.presets import PRESETS
+from lightning_unified.models.pretrained import streaming
 
 
 @pytest.fixture
@@ -58,14 +62,14 @@ def test_a_bare_encoders_weights_in_half_precision_with_old_names_are_loaded(sav
 def test_a_weight_of_the_file_becomes_the_parameter_without_a_copy(saved, monkeypatch):
     _, folder = saved
     given = {}
-    tensors = encoder.stored_tensors
+    tensors = streaming.stored_tensors
 
     def remembered(file):
         for name, tensor in tensors(file):
             given[name] = tensor
             yield name, tensor
 
-    monkeypatch.setattr(encoder, "stored_tensors", remembered)
+    monkeypatch.setattr(streaming, "stored_tensors", remembered)
     network = TextClassifier(encoder=str(folder), labels=4).network.model
 
     assert all(parameter.data_ptr() == given[name].data_ptr() for name, parameter in network.named_parameters())

@@ -1,4 +1,7 @@
-"""Sources of labelled texts: what the user gives is read as written, and what cannot be read is refused with its place."""
+"""Sources of labelled texts.
+
+A user's file is read as written; an unreadable entry is refused with its place.
+"""
 
 import io
 import json
@@ -71,8 +74,8 @@ def test_folders_train_and_test_are_the_split(tmp_path):
         ("a.csv", "text,label\n", "has no rows"),
         ("a.csv", "text,label,split\nx,y,dev\n", "split='dev'; it must be train or test"),
         ("a.jsonl", '{"text": "x"}\n', r"a.jsonl:1: label=None"),
-        ("a.jsonl", '{"text": "x", "label": "y"}\n{', r"a.jsonl:2 is not JSON"),
-        ("a.jsonl", "[1]\n", "an object with text and label"),
+        ("a.jsonl", '{"text": "x", "label": "y"}\n{', r"a.jsonl:2: not JSON"),
+        ("a.jsonl", "[1]\n", r"a.jsonl:1: a row is an object.*list"),
         ("a.xlsx", "", "is none of .csv, .tsv, .jsonl"),
     ],
 )

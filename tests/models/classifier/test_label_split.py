@@ -1,4 +1,7 @@
-"""The three sides: no copy on two of them, an official test as it was, groups whole, classes in proportion."""
+"""The three sides share no copies.
+
+An official test set stays whole, groups stay together, and class proportions are kept.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,7 @@
-"""Labelled texts as batches: fixed rows, few lengths, every text once, the same in every process and after a resume."""
+"""Labelled texts as batches: fixed rows, few lengths, every text once.
+
+They are the same in every process and after a resume.
+"""
 
 from importlib.metadata import distributions
 
@@ -9,13 +12,9 @@ from tokenizers import Tokenizer
 
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.models.classifier import LabelData
-from lightning_unified.models.classifier.data.encoder_tokenizer import (
-    encode,
-    load_encoder_tokenizer,
-    own_tokenizer,
-    pad_id_of,
-)
+from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
 from lightning_unified.models.classifier.data.label_rows import IGNORED, LabelRows
+from lightning_unified.models.classifier.data.text_encoder import TextEncoder
 
 TEXTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
@@ -174,11 +173,11 @@ def test_a_checkpoint_of_other_classes_is_refused():
 
 def test_our_own_tokenizer_keeps_every_character_between_its_ends():
     tokenizer = own_tokenizer(["Grüße, @you! </s> 100%"], vocab_size=300)
-    (ids,) = encode(tokenizer, ["Grüße, @you! </s> 100%"], length=64)
+    (ids,) = TextEncoder(tokenizer).encode_ids(["Grüße, @you! </s> 100%"], max_length=64)
 
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>Grüße, @you! </s> 100%</s>"
     assert ids.count(tokenizer.token_to_id("</s>")) == 1
-    assert encode(tokenizer, ["Grüße, @you!"], length=5)[0][-1] == ids[-1]
+    assert TextEncoder(tokenizer).encode_ids(["Grüße, @you!"], max_length=5)[0][-1] == ids[-1]
 
 
 def test_a_tokenizer_of_a_folder_comes_without_the_length_and_padding_of_its_file(tmp_path):
@@ -189,8 +188,8 @@ def test_a_tokenizer_of_a_folder_comes_without_the_length_and_padding_of_its_fil
     loaded = load_encoder_tokenizer(str(tmp_path))
 
     assert isinstance(loaded, Tokenizer)
-    assert len(encode(loaded, ["one two three " * 9], length=64)[0]) > 12
-    assert pad_id_of(loaded) == 0
+    assert len(TextEncoder(loaded).encode_ids(["one two three " * 9], max_length=64)[0]) > 12
+    assert TextEncoder(loaded).pad_id == 0
 
 
 def test_the_pretrained_encoders_tokens_are_its_own():
@@ -200,7 +199,7 @@ def test_the_pretrained_encoders_tokens_are_its_own():
             load_encoder_tokenizer(name)
         return
     tokenizer = load_encoder_tokenizer(name)
-    ids = encode(tokenizer, ["Hello [SEP] world", "a " * 500], length=128)
+    ids = TextEncoder(tokenizer).encode_ids(["Hello [SEP] world", "a " * 500], max_length=128)
 
     assert (ids[0][0], ids[0][-1], ids[0].count(102), len(ids[1])) == (101, 102, 1, 128)
 

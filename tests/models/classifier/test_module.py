@@ -1,4 +1,7 @@
-"""The classifier under a Trainer: cut and trimmed without a trace, learning, resumed, calibrated, clear about what does not fit."""
+"""The classifier under a Trainer: split and trimmed exactly.
+
+It learns, resumes and calibrates; its errors name what does not fit.
+"""
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from lightning_unified.models.classifier import TextClassifier
 from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
 from lightning_unified.models.classifier.network.trimming import trimmed, with_row_lengths
 from lightning_unified.models.classifier.objective import class_weights
-from lightning_unified.models.classifier.optimizer import decay_groups
+from lightning_unified.models.training import decay_groups
 
 
 def _weights(model):
@@ -108,7 +111,7 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_stopped(build, data, 
 
 def test_matrices_decay_and_vectors_do_not(build):
     model = build()
-    decayed, plain = decay_groups(model.network, weight_decay=0.3)
+    decayed, plain = decay_groups(model.network.parameters(), weight_decay=0.3)
     names = {id(parameter): name for name, parameter in model.network.named_parameters()}
 
     assert decayed["weight_decay"] == 0.3

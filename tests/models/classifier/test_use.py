@@ -1,4 +1,7 @@
-"""A trained classifier in use: predictions, an exported folder and program, explanations, and clear errors."""
+"""A trained classifier in use: predictions, export, explanations, clear errors.
+
+An export is a folder and a program.
+"""
 
 import csv
 import io
@@ -99,7 +102,7 @@ def test_adapters_are_merged_in_what_is_exported(build, tmp_path, tokenizer, bat
     pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
 
-    from lightning_unified.models.classifier.inference.text_encoder import TextEncoder
+    from lightning_unified.models.classifier.data.text_encoder import TextEncoder
 
     model = build(labels=3, lora_rank=2).eval()
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ from lightning_unified.models.compressor.module import Compressor
 
 @pytest.fixture
 def build():
-    """Return a function that builds the tiny compressor in float64, always with the same weights."""
+    """Return a function that builds the tiny float64 compressor with fixed weights."""
 
     def make(**changes):
         torch.manual_seed(3)
@@ -19,7 +19,10 @@ def build():
 
 @pytest.fixture
 def batch():
-    """Return 6 texts of up to 12 tokens with continuations of up to 5; the last is a row of padding."""
+    """Return 6 texts of up to 12 tokens with continuations of up to 5.
+
+    The last row is padding.
+    """
     generator = torch.Generator().manual_seed(5)
     sides = []
     for width, lengths in ((12, (12, 7, 9, 4, 11, 0)), (5, (5, 5, 0, 3, 5, 0))):
@@ -30,7 +33,10 @@ def batch():
 
 @pytest.fixture
 def padded():
-    """Return a function that gives a prepared batch three more columns of padding, and two more rows of it."""
+    """Return a function that pads a prepared batch.
+
+    It adds three columns and two rows of padding.
+    """
 
     def pad(prepared):
         wider = {
@@ -47,7 +53,10 @@ def padded():
 
 @pytest.fixture
 def gradients():
-    """Return a function that gives the gradient of a loss by parameter name, None where there is none."""
+    """Return a function that maps parameter names to the gradients of a loss.
+
+    A parameter without a gradient has None.
+    """
 
     def compute(model, loss):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""The joint loss: exact when cut, blind to pads, and its gradients where they belong and nowhere else."""
+"""The joint loss: exact when split, independent of padding, with the right gradients."""
 
 import itertools
 
@@ -54,7 +54,10 @@ def test_pads_change_no_loss_and_no_gradient(build, batch, gradients, padded, ob
 
 @pytest.mark.parametrize("reading", ["infill", "copy"])
 def test_the_reader_learns_the_same_whatever_the_rewards(build, batch, gradients, monkeypatch, reading):
-    """No gradient of the policy's part reaches the reader, neither through the reward nor through the embeddings it reads."""
+    """The policy's part sends no gradient to the reader.
+
+    Neither the reward nor the embeddings that it reads pass one.
+    """
     model = build(objective="reinforce", reading=reading)
     prepared = model.prepare_batch(batch)
     honest = gradients(model, model.training_step(prepared)["loss"])
@@ -103,7 +106,7 @@ def test_relaxed_masks_teach_the_policy_and_hard_ones_the_reader_only(build, bat
 
 
 def test_a_sampled_gradient_is_on_average_that_of_the_expected_distortion():
-    """Over all masks of three tokens, weighed by their chances, against the gradient of the sum written out."""
+    """Compare all masks of three tokens, by probability, with the explicit sum's gradient."""
     logits = torch.tensor([[0.3, -0.7, 1.1]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 3, dtype=torch.bool)
     masks = torch.tensor(list(itertools.product((False, True), repeat=3)))

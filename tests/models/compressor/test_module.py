@@ -1,4 +1,7 @@
-"""Compressor under a Trainer: cut and resumed without a trace, its price, its collapse, its checkpoint."""
+"""Compressor under a Trainer: exact when split and resumed.
+
+Tests cover its price, its collapse and its checkpoint.
+"""
 
 import pytest
 import torch
@@ -75,7 +78,10 @@ def test_training_in_parts_is_training_whole(build, batch, tmp_path, objective):
 
 
 def test_a_resumed_run_pays_the_price_and_ends_with_an_unstopped_runs_weights(build, batch, tmp_path):
-    """The checkpoint is written at the end of a batch, and the price of the next one must be in it."""
+    """The checkpoint is written at the end of a batch.
+
+    It must contain the price of the next batch.
+    """
     batches = [batch] * 4
     straight = build(schedule="constant")
     _fit(straight, batches, tmp_path, max_steps=4)

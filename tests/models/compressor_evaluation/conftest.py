@@ -1,4 +1,7 @@
-"""A compressor that is known through and through: its texts are pairs, and one half of a pair tells the other."""
+"""A compressor with a known solution.
+
+Its texts are pairs, and one half of a pair determines the other.
+"""
 
 import pytest
 import torch
@@ -20,7 +23,9 @@ class Letters:
 
 
 class Pairs:
-    """Reads texts of pairs, of which the second letter follows from the first and the first from the second.
+    """Reads texts of pairs.
+
+    The second letter follows from the first and the first from the second.
 
     It scores the first letter of each pair higher, reconstructs a letter if either of its pair is kept, and knows nothing
     else: uniform over the vocabulary. As a language model it knows the second letter of a pair after the first.
@@ -28,7 +33,7 @@ class Pairs:
 
     tokenizer = Letters()
     device = torch.device("cpu")
-    trained_steps, global_step = 1, 0
+    trained_steps, global_step, text_length = 1, 0, 24
 
     def __init__(self):
         self.training = True

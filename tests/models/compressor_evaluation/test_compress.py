@@ -1,8 +1,10 @@
-"""From a checkpoint file to fewer tokens and to a record, in Python and on the command line; never with an untrained policy."""
+"""From a checkpoint file to fewer tokens and a record, in Python and on the command line.
+
+An untrained policy is refused.
+"""
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_unified.models.compressor import __main__ as commands
-from lightning_unified.models.compressor import compress, presets
+from lightning_unified.models.compressor import compress, sizes
 from lightning_unified.models.compressor.evaluation.callback import EvaluateCompression
 from lightning_unified.models.compressor.inference import checkpoint as checkpoints
 from lightning_unified.models.compressor.module import Compressor
@@ -123,9 +125,9 @@ def test_a_checkpoint_of_before_training_is_refused(trained):
 
 
 def test_a_checkpoint_keeps_its_sizes_when_the_preset_of_its_name_has_others(checkpoint, module, tmp_path, monkeypatch):
-    config = presets.PRESETS["compressor-tiny"].config
+    config = sizes.PRESETS["compressor-tiny"]
     bigger = replace(config, reader=replace(config.reader, layers=3, feed_forward=32))
-    monkeypatch.setitem(presets.PRESETS, "compressor-tiny", SimpleNamespace(config=bigger))
+    monkeypatch.setitem(sizes.PRESETS, "compressor-tiny", bigger)
 
     assert checkpoints.load(checkpoint, device="cpu").config == module.config != bigger
 

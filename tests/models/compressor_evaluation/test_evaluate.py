@@ -1,12 +1,15 @@
-"""The record: all methods at the same budget, on the same documents, with intervals and paired tests."""
+"""The record: all methods at one budget on the same documents.
+
+It has intervals and paired tests.
+"""
 
 import json
 
 import pytest
 import torch
 
-from lightning_unified.models.compressor.evaluation.evaluate import evaluate
-from lightning_unified.models.compressor.evaluation.pieces import cut
+from lightning_unified.models.compressor.evaluation.evaluate import EvaluationOptions, evaluate
+from lightning_unified.models.compressor.evaluation.pieces import divide
 from lightning_unified.models.compressor.evaluation.report import plot
 
 SMALL = {"length": 24, "continuation": 8, "per_document": 2, "resamples": 200, "repeats": 1}
@@ -15,7 +18,7 @@ BASELINES = {"random", "frequency", "length", "position", "ngram_surprisal", "lm
 
 @pytest.fixture
 def record(subject, texts):
-    return evaluate(subject, texts, corpus=texts, **SMALL)
+    return evaluate(subject, texts, corpus=texts, options=EvaluationOptions(**SMALL))
 
 
 def _find(rows, **wanted):
@@ -52,10 +55,8 @@ def test_it_is_said_where_the_policy_does_not_win(record):
 def test_the_record_is_json_and_the_subject_is_as_it_was(record, subject, texts):
     subject.train(True)
     seen = []
-    evaluate(
-        subject, texts[:2], corpus=texts, keeps=[0.5], reconstruct=False, batch_size=1, **SMALL,
-        progress=lambda *numbers: seen.append(numbers),
-    )  # fmt: skip
+    options = EvaluationOptions(keeps=[0.5], reconstruct=False, batch_size=1, **SMALL)
+    evaluate(subject, texts[:2], corpus=texts, options=options, progress=lambda *numbers: seen.append(numbers))
 
     assert subject.training
     assert seen == [(1, 2), (2, 2)]
@@ -64,29 +65,35 @@ def test_the_record_is_json_and_the_subject_is_as_it_was(record, subject, texts)
     assert [row["keep"] for row in record["seconds"]] == [0.3, 0.5, 0.7, 0.9]
 
 
-def test_a_budget_that_drops_nothing_is_refused(subject, texts):
+def test_a_budget_that_drops_nothing_is_refused():
     with pytest.raises(ValueError, match="drops nothing"):
-        evaluate(subject, texts, corpus=texts, keeps=[1.0])
+        EvaluationOptions(keeps=[1.0])
+
+
+def test_pieces_are_as_long_as_in_training_unless_lengths_are_given():
+    assert EvaluationOptions().piece_lengths(64) == (64, 16)
+    assert EvaluationOptions(length=3).piece_lengths(64) == (3, 1)
+    assert EvaluationOptions(continuation=5).piece_lengths(64) == (64, 5)
 
 
 def test_a_reconstructor_that_copies_what_was_dropped_is_refused(subject, texts):
     subject.reconstruct = lambda ids, keep, mask: torch.nn.functional.one_hot(ids, 64).float()
 
     with pytest.raises(RuntimeError, match="can see dropped tokens"):
-        evaluate(subject, texts, corpus=texts, **SMALL)
+        evaluate(subject, texts, corpus=texts, options=EvaluationOptions(**SMALL))
 
 
 def test_an_untrained_policy_is_refused(subject, texts):
     subject.trained_steps = 0
 
     with pytest.raises(RuntimeError, match="has not been trained"):
-        evaluate(subject, texts, corpus=texts, **SMALL)
+        evaluate(subject, texts, corpus=texts, options=EvaluationOptions(**SMALL))
 
 
 def test_pieces_lie_through_the_whole_document_without_overlap(subject, texts):
     long = texts[-1] * 4  # 512 tokens
 
-    pieces = cut([long, "ab" * 8], encoder=subject.tokenizer, length=24, continuation=8, per_document=3)
+    pieces = divide([long, "ab" * 8], encoder=subject.tokenizer, length=24, continuation=8, per_document=3)
 
     assert [len(piece.ids) for piece in pieces] == [24, 24, 24]  # the second document is too short
     assert pieces[0].ids == tuple(subject.tokenizer.encode(long)[:24])
@@ -94,14 +101,14 @@ def test_pieces_lie_through_the_whole_document_without_overlap(subject, texts):
 
 
 def test_a_short_document_is_one_piece_in_the_same_proportion(subject, texts):
-    (piece,) = cut(["ab" * 16], encoder=subject.tokenizer, length=96, continuation=32, per_document=4)
+    (piece,) = divide(["ab" * 16], encoder=subject.tokenizer, length=96, continuation=32, per_document=4)
 
     assert (len(piece.ids), len(piece.continuation)) == (24, 8)
 
 
 def test_texts_too_short_to_judge_are_refused(subject):
     with pytest.raises(ValueError, match="none of the 1 documents has 20 tokens"):
-        cut(["ab"], encoder=subject.tokenizer, length=24, continuation=8, per_document=1)
+        divide(["ab"], encoder=subject.tokenizer, length=24, continuation=8, per_document=1)
 
 
 def test_the_curves_are_drawn(record, tmp_path):

@@ -1,4 +1,7 @@
-"""What is measured: the dropped tokens after reconstruction, the continuation after what was kept, the words put back."""
+"""Measures of dropped tokens, of the continuation, and of restored words.
+
+Tokens are measured after reconstruction; the continuation follows the kept text.
+"""
 
 import math
 
@@ -8,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.models.compressor.evaluation import measures, reconstruction, timing
-from lightning_unified.models.compressor.evaluation.pieces import batches, cut
+from lightning_unified.models.compressor.evaluation.pieces import batches, divide
 from lightning_unified.models.compressor.evaluation.reconstruction import rouge_l
 from lightning_unified.models.compressor.module import Compressor
 
 
 @pytest.fixture
 def batch(subject, texts):
-    pieces = cut(texts[:3], encoder=subject.tokenizer, length=24, continuation=8, per_document=2)
+    pieces = divide(texts[:3], encoder=subject.tokenizer, length=24, continuation=8, per_document=2)
     return next(batches(pieces, size=8))
 
 
@@ -107,7 +110,7 @@ def test_only_a_reconstructor_that_sees_dropped_tokens_is_refused():
 
 
 def test_the_full_context_is_scored_where_the_continuation_stands(subject, texts):
-    pieces = cut(texts[-1:], encoder=subject.tokenizer, length=25, continuation=7, per_document=1)
+    pieces = divide(texts[-1:], encoder=subject.tokenizer, length=25, continuation=7, per_document=1)
 
     found = measures.full_context(subject, next(batches(pieces, size=1)))
 

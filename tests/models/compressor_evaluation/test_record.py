@@ -1,4 +1,4 @@
-"""The record of the trained compressor meets its bar, and the page about it says what the record says."""
+"""The trained compressor's record meets its bar, and its page states the record's figures."""
 
 import json
 import re
@@ -24,13 +24,13 @@ def test_the_policy_is_ahead_of_what_needs_no_model_with_intervals_apart(reader)
 @pytest.mark.parametrize("reader", READERS)
 def test_the_page_tells_what_the_record_says(reader):
     lines = PAGE[PAGE.index(f"| {READERS[reader]} |") :].split("\n\n")[0].splitlines()[2:]
-    told = {
+    stated = {
         re.sub(r"\W+", "_", name.strip(" *").lower()): cells for name, *cells in (x.split("|")[1:-1] for x in lines)
     }
     rows = {(row["method"], row["keep"]): row["dropped_cross_entropy"] for row in RECORD[reader]["rows"]}
 
-    assert {name.replace("n_gram", "ngram") for name in told} == {method for method, _ in rows}
-    for name, cells in told.items():
+    assert {name.replace("n_gram", "ngram") for name in stated} == {method for method, _ in rows}
+    for name, cells in stated.items():
         for keep, cell in zip((0.3, 0.5, 0.7), cells, strict=True):
             found = rows[name.replace("n_gram", "ngram"), keep]
             assert cell.strip() == f"{found['mean']:.2f} ({found['low']:.2f} to {found['high']:.2f})"

@@ -1,11 +1,11 @@
-"""Kept and dropped text to look at, whole characters only, and nothing of the text taken for markup."""
+"""Kept and dropped text for display: whole characters, with all markup escaped."""
 
 import io
 import re
 
 from rich.console import Console
 
-from lightning_unified.models.compressor.evaluation.evaluate import evaluate
+from lightning_unified.models.compressor.evaluation.evaluate import EvaluationOptions, evaluate
 from lightning_unified.models.compressor.evaluation.report import tables
 from lightning_unified.models.compressor.inference import render
 
@@ -49,7 +49,8 @@ def test_the_terminal_shows_the_whole_text_in_two_styles():
 
 
 def test_tables_hold_every_method_and_mark_where_intervals_are_apart(subject, texts):
-    record = evaluate(subject, texts, corpus=texts, keeps=[0.5], length=24, continuation=8, resamples=200, repeats=1)
+    options = EvaluationOptions(keeps=[0.5], length=24, continuation=8, resamples=200, repeats=1)
+    record = evaluate(subject, texts, corpus=texts, options=options)
     console = Console(file=io.StringIO(), width=160)
 
     for table in tables(record):

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_unified.models.gearhead.module import GearHead
-from lightning_unified.models.gearhead.optimizer import build_optimizer
+from lightning_unified.models.training import adamw, decay_groups
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 from lightning_unified.options import LossChunk, recompute_policies
 
@@ -133,7 +133,8 @@ def test_training_logs_the_loss_and_moves_the_weights(build, batch, tmp_path):
 
 def test_biases_and_layer_norms_do_not_decay(build):
     model = build()
-    decayed, plain = build_optimizer(model.network, hparams=model.hparams).param_groups
+    groups = decay_groups(model.network.parameters(), weight_decay=0.01)
+    decayed, plain = adamw(groups, hparams=model.hparams).param_groups
     names = {id(parameter): name for name, parameter in model.network.named_parameters()}
 
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.gearhead.presets import preset
+from lightning_unified.models.gearhead.sizes import preset
 
 
 @pytest.fixture

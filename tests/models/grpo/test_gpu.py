@@ -1,4 +1,7 @@
-"""GRPO on a GPU: what sampling leaves behind, and whether what is sampled from is what is trained."""
+"""GRPO on a GPU: memory left by sampling.
+
+The sampling weights are the trained ones.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.grpo import GRPO
-from tests.support.grpo_parts import Task, decode, fit, prompts
+from tests.support.grpo.training import Task, decode, fit, prompts
 
 pytestmark = pytest.mark.gpu
 

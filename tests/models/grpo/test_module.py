@@ -1,6 +1,10 @@
-"""GRPO under a Trainer: the plain algorithm to rounding, however batches are cut, and its phases, retries and checkpoints."""
+"""GRPO under a Trainer equals the plain algorithm to rounding, whole and split.
+
+Tests also cover its phases, retries and checkpoints.
+"""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy, predict
 from lightning_unified.models.grpo import GRPO, RolloutBuffer, outline
-from tests.support.grpo_parts import (
+from lightning_unified.models.grpo import module as grpo_module
+from lightning_unified.models.grpo.optimizer import Rates
+from lightning_unified.models.grpo.supervised import SupervisedPolicy
+from tests.support.grpo.plain import train
+from tests.support.grpo.training import (
     VOCABULARY,
     Dice,
     Gradients,
@@ -23,7 +31,6 @@ from tests.support.grpo_parts import (
     prompts,
     traces,
 )
-from tests.support.grpo_rival import train
 from tests.support.lasting import Lasting
 
 TWO = [prompts(), prompts(first=4, seed=5)]
@@ -79,7 +86,10 @@ def _cross_entropy(model, *batches):
 
 @pytest.mark.parametrize(("adapters", "size"), [(False, 5), (True, None), (True, 1)])
 def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
-    """In float64 with padding, the reference term, clipping that bites and two inner iterations; whole without our strategy, or cut."""
+    """Train in float64, whole without our strategy, or split.
+
+    Runs have padding, the reference term, active clipping and two inner iterations.
+    """
     model = policy(adapters=adapters)
     plain, anchor = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     module = grpo(model, inner_iterations=2, clip_low=0.1, clip_high=0.15, beta=0.3)
@@ -160,9 +170,9 @@ def test_the_first_batch_is_the_largest_there_can_be_and_teaches_the_same():
 
 def test_an_automatic_budget_follows_completions_that_end_and_survives_a_stop(tmp_path):
     class Short(Dice):
-        def __call__(self, prompt, prompt_mask, *, group_size, max_new_tokens):
-            limits.append(max_new_tokens)
-            return super().__call__(prompt, prompt_mask, group_size=group_size, max_new_tokens=4)
+        def __call__(self, prompt, prompt_mask, options):
+            limits.append(options.max_new_tokens)
+            return super().__call__(prompt, prompt_mask, replace(options, max_new_tokens=4))
 
     limits, settings = [], {"max_new_tokens": 48, "completion_budget": "auto"}
     module = grpo(sampler=Short(), **settings)
@@ -185,10 +195,24 @@ def test_nothing_is_learnt_where_no_group_tells_anything():
     assert torch.equal(_weights(module), before)
 
 
-def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens():
+def _supervised(model):
+    rates = {
+        "sft_steps": 0,
+        "sft_learning_rate": 1e-4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.99),
+    }
+    return SupervisedPolicy(
+        model, rates=Rates(**rates, eps=1e-8, warmup_steps=0, schedule="constant", optimizer_kernel="auto")
+    )
+
+
+@pytest.mark.parametrize("build", [grpo, _supervised])
+def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens(build):
     model = policy(adapters=True)
     plain = copy.deepcopy(model).double()
-    module, seen = grpo(model), Gradients()
+    module, seen = build(model), Gradients()
     fit(module, _loader([traces()]), steps=1, strategy=_cut(1), callbacks=[seen])
     _cross_entropy(plain, traces()).backward()
     for name, parameter in plain.named_parameters():
@@ -358,14 +382,24 @@ def test_one_sampler_serves_all_temperatures():
     module = grpo(sampler=None)
     first = module.sampler
     module.temperature = 0.3
+    batch = module.prepare_batch(prompts())
+    gap = module.score(batch, temperature=0.3)[0] - batch["sampled_log_probs"]
 
     assert module.sampler is first
-    assert first.temperature == 0.3
+    assert float(gap[batch["mask"]].abs().max()) < 1e-4
+
+
+def test_a_copy_of_a_module_samples_from_its_own_policy():
+    module = grpo()
+    copied = copy.deepcopy(module)
+
+    assert module.sampler is not copied.sampler
+    assert copied.sampler._model is copied.policy
 
 
 def test_what_the_sampler_keeps_is_counted_and_given_back(monkeypatch):
+    monkeypatch.setattr(grpo_module, "_spare_bytes", lambda _module: 2**30)
     module = grpo(sampler=None)
-    monkeypatch.setattr(module, "_spare", lambda: 2**30)
     module.prepare_batch(prompts())
     kept = module.kept_bytes
     module.give_back()
@@ -387,7 +421,7 @@ def test_the_sampler_may_keep_what_the_plan_leaves_where_there_are_graphs(monkey
     monkeypatch.setattr(GRPO, "device", torch.device(device))
     module._trainer = SimpleNamespace(strategy=strategy)
 
-    assert module._spare() == spare
+    assert grpo_module._spare_bytes(module) == spare
 
 
 def test_a_policy_learns_from_rewards_what_each_prompt_asks_for():

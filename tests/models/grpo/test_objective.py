@@ -1,9 +1,9 @@
-"""Advantages and the loss by themselves: what they are, what adds up, and what pads may hold."""
+"""Advantages and the loss alone: values, sums, and content of padding."""
 
 import pytest
 import torch
 
-from lightning_unified.models.grpo.batches.rollouts import group_advantages, groups_that_tell
+from lightning_unified.models.grpo.batches.rollouts import group_advantages, informative_groups
 from lightning_unified.models.grpo.objective import Objective, kl_to_reference
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5], dtype=torch.float64)
@@ -39,7 +39,7 @@ def test_advantages_may_be_divided_by_their_groups_deviation():
 
 def test_a_group_tells_nothing_whose_rewards_are_the_same_but_for_rounding():
     rewards = torch.tensor([0.1 + 0.2, 0.3, 0.0, 0.01], dtype=torch.float64)
-    assert groups_that_tell(rewards, group_size=2).tolist() == [False, True]
+    assert informative_groups(rewards, group_size=2).tolist() == [False, True]
 
 
 def test_the_losses_of_parts_add_up():

@@ -7,9 +7,9 @@ import torch
 
 from lightning_unified.models.grpo import RolloutBuffer
 from lightning_unified.models.grpo.batches.sequences import completed, supervised
+from lightning_unified.models.grpo.language_model import check_head, head_of, score
 from lightning_unified.models.grpo.reference import Reference
-from lightning_unified.models.grpo.scoring import check_head, head_of, score
-from tests.support.grpo_parts import VOCABULARY, policy, prompts, traces
+from tests.support.grpo.training import VOCABULARY, policy, prompts, traces
 
 IDS = torch.arange(12).view(2, 6)
 

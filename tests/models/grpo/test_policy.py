@@ -1,4 +1,7 @@
-"""The policy: read tensor by tensor, random, or with adapters; and a package's file that is converted once."""
+"""The policy: read tensor by tensor, random, or with adapters.
+
+A package's file is converted once.
+"""
 
 import json
 
@@ -6,8 +9,9 @@ import pytest
 import torch
 
 from lightning_unified.models.grpo import policy
-from lightning_unified.models.grpo.policy import adapt, architecture_of, blocks_of, build_policy, load_policy
-from lightning_unified.models.pretrained import gguf
+from lightning_unified.models.grpo.policy import adapt, build_policy, load_policy
+from lightning_unified.models.pretrained import gguf, streaming
+from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
 
 pytest.importorskip("transformers")
 QWEN = {
@@ -38,14 +42,14 @@ def test_a_saved_model_is_read_as_it_was(saved):
 
 
 def test_weights_are_the_files_own_tensors_and_tied_ones_stay_one(saved, monkeypatch):
-    given, stored = {}, policy.stored_tensors
+    given, stored = {}, streaming.stored_tensors
 
     def remembered(file):
         for name, tensor in stored(file):
             given[name] = tensor.data_ptr()
             yield name, tensor
 
-    monkeypatch.setattr(policy, "stored_tensors", remembered)
+    monkeypatch.setattr(streaming, "stored_tensors", remembered)
     model = load_policy(saved[1])
 
     assert {name: one.data_ptr() for name, one in model.named_parameters()} == given
@@ -61,7 +65,7 @@ def test_files_that_do_not_belong_together_are_refused(saved):
     sizes = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 3, "layer_types": None}))
 
-    with pytest.raises(RuntimeError, match=r"12 of 39 parameters are missing.*model\.layers\.2"):
+    with pytest.raises(RuntimeError, match=r"12 of 38 parameters are missing.*model\.layers\.2"):
         load_policy(folder)
 
 
@@ -103,7 +107,7 @@ def test_a_target_that_is_not_there_is_refused_with_those_that_are(saved):
 
 @pytest.fixture
 def packaged(tmp_path, monkeypatch):
-    """Have a package's file, and return where models are kept and how often the file was converted."""
+    """Provide a package's file; return the models' folder and the number of conversions."""
     file, calls = tmp_path / "model.gguf", []
     file.write_bytes(b"12345")
 

@@ -9,9 +9,9 @@ import torch
 
 from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
-from lightning_unified.models.grpo.rollout.language_model import blocks_of
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
-from tests.support.rollout_parts import generated, language_model, prompts, recomputed, seeded
+from lightning_unified.models.pretrained.architecture import blocks_of
+from tests.support.grpo.rollout import generated, language_model, options, prompts, recomputed, seeded
 
 FAST = ("captured", "compiled")
 
@@ -24,29 +24,29 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def gap(model, *, temperature=0.8, device="cpu", decoding="static", new=24, autocast=False) -> float:
-    """Mean difference between the sampler's log-probabilities and those of a forward over everything."""
+    """Mean difference between the sampler's log-probabilities and a full forward pass's."""
     prompt, mask = prompts(device=device)
     with torch.autocast(device, torch.bfloat16) if autocast else nullcontext():
-        sampler = Sampler(model, temperature=temperature, decoding=decoding)
-        found = sampler(prompt, mask, group_size=4, max_new_tokens=new, generator=seeded(device=device))
+        sampler = Sampler(model, decoding=decoding)
+        found = sampler(prompt, mask, options(4, new, temperature=temperature), generator=seeded(device=device))
         expected = recomputed(model, prompt, mask, found, group=4, temperature=temperature)
     assert found.decoding == decoding
     return float((found.log_probs - expected)[found.mask].abs().mean())
 
 
 def rounding(model, *, temperature=0.8, device="cpu", autocast=False) -> float:
-    """Mean difference between log-probabilities of a forward in bf16 and of one in float32, at sampled tokens."""
+    """Mean difference between bf16 and float32 log-probabilities at sampled tokens."""
     prompt, mask = prompts(device=device)
     with torch.autocast(device, torch.bfloat16) if autocast else nullcontext():
-        sampler = Sampler(model, temperature=temperature, decoding="static")
-        found = sampler(prompt, mask, group_size=4, max_new_tokens=24, generator=seeded(device=device))
+        sampler = Sampler(model, decoding="static")
+        found = sampler(prompt, mask, options(4, 24, temperature=temperature), generator=seeded(device=device))
         rounded = recomputed(model, prompt, mask, found, group=4, temperature=temperature)
     exact = recomputed(copy.deepcopy(model).float(), prompt, mask, found, group=4, temperature=temperature)
     return float((rounded - exact)[found.mask].abs().mean())
 
 
 def compile_steps(monkeypatch: pytest.MonkeyPatch, *, backend: str) -> None:
-    """Let a static decoder that records nothing run its blocks compiled, as one that records does."""
+    """Let a static decoder compile its blocks although it records nothing."""
     once = StaticDecoder._once
 
     def compiled(self, layers=None) -> None:
@@ -83,8 +83,8 @@ def test_compiled_blocks_round_where_the_loss_pass_rounds(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("decoding", FAST)
 def test_recorded_greedy_completions_are_those_of_generate(decoding: str) -> None:
     model, (prompt, mask) = language_model(adapters=True, device="cuda"), prompts(device="cuda")
-    sampler = Sampler(model, temperature=0, decoding=decoding)
-    found = sampler(prompt, mask, group_size=1, max_new_tokens=150)  # two lengths of the cache
+    sampler = Sampler(model, decoding=decoding)
+    found = sampler(prompt, mask, options(1, 150, temperature=0))  # two lengths of the cache
     assert found.decoding == decoding
     assert torch.equal(found.ids, generated(model, prompt, mask, new=150))
 
@@ -94,12 +94,12 @@ def test_recorded_greedy_completions_are_those_of_generate(decoding: str) -> Non
 def test_a_recorded_step_sees_weights_that_were_trained_meanwhile(decoding: str) -> None:
     model, (prompt, mask) = language_model(adapters=True, device="cuda"), prompts(device="cuda")
     sampler = Sampler(model, decoding=decoding, kept_bytes=2**30)
-    sampler(prompt, mask, group_size=2, max_new_tokens=8)
+    sampler(prompt, mask, options(2, 8))
     with torch.no_grad():
         for name, one in model.named_parameters():
             if "lora_B" in name:
                 one.neg_()
-    found = sampler(prompt, mask, group_size=2, max_new_tokens=8)
+    found = sampler(prompt, mask, options(2, 8))
     expected = recomputed(model, prompt, mask, found, group=2)
     torch.testing.assert_close(found.log_probs, expected, rtol=1e-3, atol=1e-3)
 
@@ -142,8 +142,7 @@ def test_graphs_that_stay_serve_the_next_call_at_another_temperature() -> None:
     model, (prompt, mask) = language_model(device="cuda"), prompts(device="cuda")
     sampler, taken = Sampler(model, decoding="captured", kept_bytes=2**30), []
     for temperature in (1.0, 0.5):
-        sampler.temperature = temperature
-        found = sampler(prompt, mask, group_size=2, max_new_tokens=8)
+        found = sampler(prompt, mask, options(2, 8, temperature=temperature))
         expected = recomputed(model, prompt, mask, found, group=2, temperature=temperature)
         torch.testing.assert_close(found.log_probs, expected, rtol=1e-3, atol=1e-3)
         taken.append((dict(sampler._static._graphs), sampler.cache_bytes))
@@ -155,8 +154,8 @@ def test_graphs_that_stay_serve_the_next_call_at_another_temperature() -> None:
 def test_a_freed_cache_takes_its_graphs_memory_along() -> None:
     model, (prompt, mask) = language_model(device="cuda"), prompts(device="cuda")
     sampler = Sampler(model, decoding="captured", kept_bytes=0)
-    sampler(prompt, mask, group_size=2, max_new_tokens=8)
+    sampler(prompt, mask, options(2, 8))
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        sampler(prompt, mask, group_size=2, max_new_tokens=8)
+        sampler(prompt, mask, options(2, 8))
     assert torch.cuda.memory_allocated() == before

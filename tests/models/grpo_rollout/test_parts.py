@@ -4,41 +4,41 @@ import pytest
 import torch
 
 from lightning_unified.models.grpo.rollout.compiled import unmerged_adapters
-from lightning_unified.models.grpo.rollout.drawing import Drawing
 from lightning_unified.models.grpo.rollout.progress import Stopping
+from lightning_unified.models.grpo.rollout.sampling import SamplingOptions, draw
 from lightning_unified.models.grpo.rollout.static_cache import Storage
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder, slots_for
-from tests.support.rollout_parts import language_model, prompts
+from tests.support.grpo.rollout import language_model, prompts
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
 
-def drawn(drawing: Drawing, *, count: int = 20000) -> torch.Tensor:
-    tokens, _ = drawing(LOGITS.expand(count, 4), generator=torch.Generator().manual_seed(0))
+def drawn(options: SamplingOptions, *, count: int = 20000) -> torch.Tensor:
+    tokens, _ = draw(LOGITS.expand(count, 4), options, generator=torch.Generator().manual_seed(0))
     return tokens.bincount(minlength=4) / count
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
-    torch.testing.assert_close(drawn(Drawing(temperature=temperature)), expected, atol=0.012, rtol=0)
+    torch.testing.assert_close(drawn(SamplingOptions(temperature=temperature)), expected, atol=0.012, rtol=0)
 
 
 def test_top_k_draws_among_the_likeliest_in_their_proportions() -> None:
     expected = torch.cat([LOGITS[:2].softmax(-1), torch.zeros(2)])
-    torch.testing.assert_close(drawn(Drawing(top_k=2)), expected, atol=0.012, rtol=0)
+    torch.testing.assert_close(drawn(SamplingOptions(top_k=2)), expected, atol=0.012, rtol=0)
 
 
 def test_top_p_draws_among_the_fewest_that_reach_it() -> None:
     shares = LOGITS.softmax(-1).cumsum(-1)
     expected = torch.cat([LOGITS[:2].softmax(-1), torch.zeros(2)])
     between = float(shares[:2].mean())
-    torch.testing.assert_close(drawn(Drawing(top_p=between)), expected, atol=0.012, rtol=0)
+    torch.testing.assert_close(drawn(SamplingOptions(top_p=between)), expected, atol=0.012, rtol=0)
 
 
 def test_what_may_be_drawn_does_not_change_the_log_probability() -> None:
     logits = LOGITS.expand(50, 4)
-    tokens, log_probs = Drawing(temperature=0.5, top_k=2, top_p=0.9)(logits)
+    tokens, log_probs = draw(logits, SamplingOptions(temperature=0.5, top_k=2, top_p=0.9))
     torch.testing.assert_close(log_probs, (logits / 0.5).log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
 
 

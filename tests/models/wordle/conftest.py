@@ -20,7 +20,10 @@ def patterns(words):
 
 @pytest.fixture(scope="session")
 def under_way(words):
-    """Return 120 pairs of a secret and a state of 0 to 5 turns of random words, which need not agree with each other."""
+    """Return 120 pairs of a secret and a state of 0 to 5 turns of random words.
+
+    The two need not agree.
+    """
     random = np.random.default_rng(8)
     games = []
     for number in range(120):

@@ -1,4 +1,4 @@
-"""Conversations as ids: what transformers makes of them, and the same again from a checkpoint."""
+"""Conversations as ids: the same as from transformers, and again from a checkpoint."""
 
 import copy
 import pickle

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_unified.models.wordle.__main__ import main
-from lightning_unified.models.wordle.data.secrets import split_secrets
-from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.game.words import WordList, read_words, split_secrets
 from lightning_unified.models.wordle.prompts import completion
 
 

@@ -15,8 +15,10 @@ DENSE = tuple("".join(letters) for letters in product("abc", repeat=5))
 
 
 def by_counting(guess, secret):
-    """Return the marks from the rule put another way: of each letter, min(copies here, copies there) are marked, green ones first, then
-    from the left."""
+    """Return the marks by counting letters.
+
+    Of each letter, min(copies in the guess, copies in the secret) are marked: green ones first, then from the left.
+    """
     found = [2 * (letter == right) for letter, right in zip(guess, secret, strict=True)]
     for letter in set(guess):
         open_marks = min(guess.count(letter), secret.count(letter)) - sum(

@@ -1,4 +1,7 @@
-"""Wordle under a Trainer: two phases in one fit, a checkpoint that is enough to play, and refusals before the first step."""
+"""Wordle under a Trainer: two phases in one fit, and refusals before the first step.
+
+A checkpoint is enough to play.
+"""
 
 import json
 
@@ -199,7 +202,7 @@ def test_a_checkpoint_of_no_step_does_not_play(data, tmp_path):
 def test_the_largest_batch_is_that_of_a_first_step(data):
     module, found = build(), data()
     module.task.take(found.words, patterns=found.patterns, examples=found.examples)
-    module.attach(found.chat)
+    module.identity.attach(found.chat, vocabulary=320)
     prompts = list(found.train_dataloader())[2]
     largest, real = module.largest_batch(found.example_batch()), module.prepare_batch(prompts)
 
@@ -233,13 +236,13 @@ def test_data_that_does_not_fit_the_model_is_refused_before_the_first_step(data,
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(data):
     module = build()
-    module.attach(data().chat)
+    module.identity.attach(data().chat, vocabulary=320)
     with pytest.raises(ValueError, match="trained with another tokenizer"):
-        module.attach(data(vocab_size=300).chat)
+        module.identity.attach(data(vocab_size=300).chat, vocabulary=320)
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="no preset 'wordle-tini'; did you mean wordle-tiny"):
+    with pytest.raises(ValueError, match="preset='wordle-tini' is not offered; did you mean wordle-tiny"):
         Wordle(preset="wordle-tini")
 
 

@@ -1,4 +1,7 @@
-"""Wordle as batches: labels at completions only, prompts that end in the last column, two phases, one place to go on from."""
+"""Wordle as batches: labels at completions only, and two phases.
+
+Prompts end in the last column. A run continues from one saved place.
+"""
 
 import itertools
 import pickle
@@ -8,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from lightning_unified.models.wordle.data import wordle_data, wordle_games
+from lightning_unified.models.wordle.data import wordle_games
 from lightning_unified.models.wordle.data.wordle_data import WordleData
 from lightning_unified.models.wordle.prompts import messages
 
@@ -106,7 +109,7 @@ def test_no_state_is_asked_twice_in_the_first_epoch(build):
 
 
 def test_a_teacher_that_wins_no_game_is_refused(build, monkeypatch):
-    monkeypatch.setattr(wordle_data, "traces", lambda *_, **__: iter(()))
+    monkeypatch.setattr(wordle_games, "traces", lambda *_, **__: iter(()))
 
     with pytest.raises(ValueError, match="the teacher won no game"):
         build().setup("fit")
@@ -119,8 +122,7 @@ def test_no_held_out_secret_is_trained_on(build, monkeypatch):
         asked.append(set(secrets))
         return play(words, secrets, **settings)
 
-    for module in (wordle_data, wordle_games):
-        monkeypatch.setattr(module, "traces", remembered)
+    monkeypatch.setattr(wordle_games, "traces", remembered)
     data = build()
     data.setup()
     *training, validation = asked
@@ -170,7 +172,10 @@ def test_lengths_that_do_not_hold_what_there_is_are_refused(build, changes, mess
         build(**changes).setup("fit")
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("sft_steps", -1), ("grpo_steps", True)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("sft_steps", -1), ("grpo_steps", True), ("prefetch_factor", 0), ("sft_batch_size", 0)],
+)
 def test_a_number_that_makes_no_sense_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"data\.{name}={value}; it must be a whole number of at least"):
         WordleData(**{name: value})

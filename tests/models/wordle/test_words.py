@@ -5,8 +5,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 import numpy as np
 import pytest
 
-from lightning_unified.models.wordle.data.secrets import split_secrets
-from lightning_unified.models.wordle.game.words import WordList, encode, read_words
+from lightning_unified.models.wordle.game.words import WordList, encode, read_words, split_secrets
 
 
 def test_the_builtin_list_has_at_least_400_answers_which_may_all_be_guessed(words):

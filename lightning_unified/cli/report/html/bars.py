@@ -5,7 +5,7 @@ from html import escape
 
 from lightning_unified.cli.report.html.charts import slug
 from lightning_unified.cli.report.html.scale import amount
-from lightning_unified.cli.report.html.tables import instants
+from lightning_unified.cli.report.html.tables import chip, instants
 from lightning_unified.cli.report.run_directory.figures import (
     budget_bytes,
     categories,
@@ -37,9 +37,9 @@ def peak_bars(runs: Sequence[Run]) -> str:
     shared = max(known) if max(known) <= _VISIBLE * min(known) else None
     groups = []
     for index, (run, size) in enumerate(zip(runs, sizes, strict=True)):
-        name = f'<b class="chip" style="--c:var(--run-{index % 8})">{escape(run.name)}</b>' if len(runs) > 1 else ""
+        name = f"<h3>{chip(index, run)}</h3>" if len(runs) > 1 else ""
         rows = "".join(_rows(run, shared or size or max(known)))
-        groups.append(f'<div class="bars">{f"<h3>{name}</h3>" if name else ""}{rows}</div>')
+        groups.append(f'<div class="bars">{name}{rows}</div>')
     if shared is None:
         groups.append('<p class="note">The runs differ so much in size that each has its own scale.</p>')
     found = dict.fromkeys(name for run in runs for name in categories(run))
@@ -64,8 +64,8 @@ def _rows(run: Run, most: float) -> Iterable[str]:
             f'<i style="width:{100 * size / most:.3f}%;background:var(--{slug(name)})" title="{escape(name)} {amount(size, "bytes")}"></i>'
             for name, size in parts.items()
         )
-        told = amount(predicted, "bytes") + ("" if error is None else f" ({error:+.1%})")
-        yield f'<div class="bar"><span>predicted peak</span><div class="track">{stack}</div><b>{told}</b></div>'
+        size = amount(predicted, "bytes") + ("" if error is None else f" ({error:+.1%})")
+        yield f'<div class="bar"><span>predicted peak</span><div class="track">{stack}</div><b>{size}</b></div>'
     else:
         yield _row("predicted peak", predicted, most, color="predicted")
     reserved = number(prediction(run), "reserved_bytes")

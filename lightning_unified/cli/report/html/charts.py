@@ -16,7 +16,8 @@ from lightning_unified.cli.report.run_directory.figures import (
     predicted_peak,
     recovery_curve,
 )
-from lightning_unified.cli.report.run_directory.records import Curve, Moment, Run
+from lightning_unified.cli.report.run_directory.records import Moment, Run
+from lightning_unified.cli.run.metrics import Curve
 from lightning_unified.units import format_bytes
 
 __all__ = ["across", "course_plots", "loss_plots", "memory_plots", "other_plots", "slug", "speed_plots"]

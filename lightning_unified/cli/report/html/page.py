@@ -18,6 +18,7 @@ from lightning_unified.cli.report.html.svg import Plot, draw
 from lightning_unified.cli.report.html.sweep import varied_section
 from lightning_unified.cli.report.html.tables import (
     alternatives_table,
+    chip,
     environment,
     facts,
     moments_table,
@@ -69,7 +70,7 @@ def _head(runs: Sequence[Run], title: str) -> str:
 
 
 def _chip(index: int, run: Run, *, alone: bool = False) -> str:
-    return "" if alone else f'<b class="chip" style="--c:var(--run-{index % 8})">{escape(run.name)}</b> '
+    return "" if alone else f"{chip(index, run)} "
 
 
 def _mood(run: Run) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from lightning_unified.cli.report.html.scale import Unit, amount, labels, ticks
-from lightning_unified.cli.report.run_directory.records import Curve
+from lightning_unified.cli.run.metrics import Curve
 
 __all__ = ["Band", "Level", "Line", "Mark", "Plot", "draw"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from lightning_unified.cli.report.html.scale import amount, labels, ticks
-from lightning_unified.cli.report.html.tables import table
+from lightning_unified.cli.report.html.tables import chip, table
 from lightning_unified.cli.report.run_directory.figures import at, number, validation_loss
 from lightning_unified.cli.report.run_directory.records import Run
 
@@ -60,9 +60,8 @@ def _table(given: dict[str, list[str | None]], runs: Sequence[Run]) -> str:
         cells = [escape("–" if values[index] is None else str(values[index])) for values in given.values()]
         cells += [escape(amount(figure)) for figure in figures]
         cells += [escape(amount(number(run.summary, "seconds"), "seconds")), escape(run.status)]
-        chip = f'<b class="chip" style="--c:var(--run-{index % 8})">{escape(run.name)}</b>'
         best = place == 0 and math.isfinite(_rank(run))
-        rows.append([chip, *(f"<b>{cell}</b>" if best else cell for cell in cells)])
+        rows.append([chip(index, run), *(f"<b>{cell}</b>" if best else cell for cell in cells)])
     head = ["", *(f"<code>{escape(key)}</code>" for key in given), "validation loss", *map(escape, names), "took", ""]
     return table(head, rows, kind="numbers")
 

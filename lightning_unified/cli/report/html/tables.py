@@ -25,6 +25,7 @@ from lightning_unified.cli.report.run_directory.records import Moment, Run
 
 __all__ = [
     "alternatives_table",
+    "chip",
     "environment",
     "facts",
     "instants",
@@ -68,6 +69,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "")
     )
     top = f"<thead><tr>{''.join(f'<th scope=col>{cell}</th>' for cell in head)}</tr></thead>" if any(head) else ""
     return f'<div class="wide"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
+
+
+def chip(index: int, run: Run) -> str:
+    """Return the name of a run in its color."""
+    return f'<b class="chip" style="--c:var(--run-{index % 8})">{escape(run.name)}</b>'
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -192,12 +198,12 @@ def instants(run: Run) -> list[tuple[str, float]]:
 
 def moments_table(run: Run) -> str:
     """Return a table of events, newest last; of very many the first and the last."""
-    told = list(run.moments)
-    if not told:
+    events = run.moments
+    if not events:
         return unknown("no events were recorded: events.jsonl and pressure.jsonl are missing")
-    rest = len(told) - _MOST_MOMENTS
-    shown = told if rest <= 0 else [*told[: _MOST_MOMENTS // 4], *told[-_MOST_MOMENTS * 3 // 4 :]]
-    since = next((moment.time for moment in told if moment.time), None)
+    rest = len(events) - _MOST_MOMENTS
+    shown = events if rest <= 0 else [*events[: _MOST_MOMENTS // 4], *events[-_MOST_MOMENTS * 3 // 4 :]]
+    since = next((moment.time for moment in events if moment.time), None)
     rows = [
         (
             "" if moment.step is None else f"{moment.step:,}",

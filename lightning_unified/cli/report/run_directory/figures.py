@@ -1,10 +1,11 @@
 """The figures of a run, from the first of its files that has them; None if no file has."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_unified.cli.report.run_directory.records import Curve, Run
+from lightning_unified.cli.report.run_directory.records import Run
+from lightning_unified.cli.run.metrics import Curve
 
 __all__ = [
     "alternatives",
@@ -121,40 +122,34 @@ def peak_error(run: Run) -> float | None:
 
 def budget_bytes(run: Run) -> float | None:
     """Return the budget in bytes; the newest where it followed other programs."""
-    told = [moment.budget_bytes for moment in run.moments if moment.budget_bytes is not None]
+    logged = [moment.budget_bytes for moment in run.moments if moment.budget_bytes is not None]
     said = number(run.summary, "budget_bytes")
-    return told[-1] if told else said if said is not None else number(run.plan, "budget_bytes")
+    return logged[-1] if logged else said if said is not None else number(run.plan, "budget_bytes")
 
 
 def budget_curve(run: Run) -> Curve | None:
     """Return the budget over steps, None if it never changed."""
-    points = {
-        moment.step: float(moment.budget_bytes)
-        for moment in run.moments
-        if moment.step is not None and moment.budget_bytes is not None
-    }
-    if len(set(points.values())) < 2:
-        return None
-    steps = sorted(points)
-    return Curve(steps=tuple(steps), values=tuple(points[step] for step in steps))
+    curve = _over_steps((moment.step, moment.budget_bytes) for moment in run.moments)
+    return None if curve is None or len(set(curve.values)) < 2 else curve
 
 
 def recoveries(run: Run) -> int | None:
     """Return the number of repeated steps over all parts of the run, None if unknown."""
-    told = [moment.recoveries for moment in run.moments if moment.recoveries is not None]
+    logged = [moment.recoveries for moment in run.moments if moment.recoveries is not None]
     said = number(run.summary, "recoveries")
-    return told[-1] if told else None if said is None else int(said)
+    return logged[-1] if logged else None if said is None else int(said)
 
 
 def recovery_curve(run: Run) -> Curve | None:
     """Return the number of recoveries over steps, None if unknown."""
-    points = {
-        moment.step: float(moment.recoveries)
-        for moment in run.moments
-        if moment.step is not None and moment.recoveries is not None
-    }
-    steps = sorted(points)
-    return Curve(steps=tuple(steps), values=tuple(points[step] for step in steps)) if points else None
+    return _over_steps((moment.step, moment.recoveries) for moment in run.moments)
+
+
+def _over_steps(pairs: Iterable[tuple[int | None, int | None]]) -> Curve | None:
+    """Return the known values over known steps, the last value of each; None without any."""
+    points = {step: float(value) for step, value in pairs if step is not None and value is not None}
+    steps = tuple(sorted(points))
+    return Curve(steps=steps, values=tuple(points[step] for step in steps)) if points else None
 
 
 def micro_batch_size(run: Run) -> float | None:

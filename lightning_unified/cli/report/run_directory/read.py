@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_unified.cli.config.bounded_files import read_json, read_yaml
-from lightning_unified.cli.report.run_directory.curves import read_curves
 from lightning_unified.cli.report.run_directory.moments import read_lines, tell
-from lightning_unified.cli.report.run_directory.records import Curve, Moment, Run
+from lightning_unified.cli.report.run_directory.records import Moment, Run
 from lightning_unified.cli.run.journal import JOURNAL
+from lightning_unified.cli.run.metrics import Curve, read_curves
 
 __all__ = ["read_run"]
 

@@ -5,27 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Curve", "Kind", "Moment", "Run"]
+from lightning_unified.cli.run.metrics import Curve
+
+__all__ = ["Kind", "Moment", "Run"]
 
 Kind = Literal["began", "recovery", "event", "pressure", "ended", "failed"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
-    """A logged metric over optimizer steps; a value that was not finite is None.
-
-    Attributes:
-        steps: Logged steps, ascending.
-        values: One value for each step.
-    """
-
-    steps: tuple[int, ...]
-    values: tuple[float | None, ...]
-
-    @property
-    def last(self) -> float | None:
-        """The last finite value."""
-        return next((value for value in reversed(self.values) if value is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

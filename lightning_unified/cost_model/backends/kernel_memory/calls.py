@@ -4,11 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["BACK", "RESULT", "Call", "Kept", "Order", "Repair", "byte_count"]
+__all__ = ["BACK", "FLOAT", "HALF", "RESULT", "Call", "Kept", "Order", "Repair", "byte_count", "rounded_up"]
 
 RESULT, BACK = -1, -2
+HALF = (torch.float16, torch.bfloat16)
+FLOAT = 4  # bytes of a float32 entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +38,8 @@ Kept = Callable[[Call], int]
 def byte_count(tensor: Tensor) -> int:
     """Return the bytes of a tensor's entries."""
     return tensor.numel() * tensor.element_size()
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """Return the least multiple that is not below `count`."""
+    return -(-count // multiple) * multiple

@@ -32,14 +32,21 @@ import torch
 from torch import Tensor
 
 from lightning_unified.cost_model.backends.device import multiprocessors
-from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT, Call, Order, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.calls import (
+    BACK,
+    FLOAT,
+    HALF,
+    RESULT,
+    Call,
+    Order,
+    byte_count,
+    rounded_up,
+)
 
 __all__ = ["cuda_convolution", "cuda_convolution_backward", "is_channels_last"]
 
-_HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT_BYTES = 16
 _BESIDE, _BESIDE_SUMS = 144, 512  # bytes of a workspace beyond its copies, and beyond its sums
-_FLOAT = 4
 _TILE, _SMALL_TILE, _WIDE_TILE = 128, 64, 256  # channels; the last in half precision only
 _SHORT_SUM = 1024  # entries of the weight for a channel of the result
 _POSITIONS, _HALF_POSITIONS = 1024, 7168  # fewest positions that one multiprocessor sums
@@ -61,7 +68,7 @@ class _Pass:
 
     @property
     def is_half(self) -> bool:
-        return self.source.dtype in _HALF
+        return self.source.dtype in HALF
 
     @property
     def is_product(self) -> bool:
@@ -124,7 +131,7 @@ def _pass(source: Tensor, weight: Tensor, output: Tensor, stride: Sequence[int],
 
 
 def _on_tensor_cores(source: Tensor) -> bool:
-    return source.dtype in _HALF or (source.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+    return source.dtype in HALF or (source.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
 
 
 def _forward(one: _Pass) -> int:
@@ -190,17 +197,17 @@ def _sums(one: _Pass) -> int:
     if one.has_few_channels:
         tiles = -(-_rounded(columns, one.weight) * points // _WIDE_TILE)
         shares = min((multiprocessors() - _IDLE) // tiles, positions // _POSITIONS)
-        return shares * _aligned_weight(one.weight) * _FLOAT // one.weight.element_size()
+        return shares * _aligned_weight(one.weight) * FLOAT // one.weight.element_size()
     height = _SMALL_TILE if rows <= _SMALL_TILE else _WIDE_TILE if one.is_half and rows >= _WIDE_TILE else _TILE
     tiles = -(-rows // height) * -(-columns // _TILE) * points
     if one.is_half:
         shares = min(round((multiprocessors() - _IDLE) / tiles), positions // _HALF_POSITIONS)
-        return shares * one.weight.numel() * _FLOAT if shares >= _HALF_SHARES else 0
+        return shares * one.weight.numel() * FLOAT if shares >= _HALF_SHARES else 0
     if tiles > multiprocessors():
         idle = 2 * (tiles % multiprocessors()) < multiprocessors()
-        return multiprocessors() * height * _TILE * _FLOAT if idle else 0
+        return multiprocessors() * height * _TILE * FLOAT if idle else 0
     shares = min(multiprocessors() // tiles, positions // _POSITIONS)
-    return shares * one.weight.numel() * _FLOAT if shares > 1 else 0
+    return shares * one.weight.numel() * FLOAT if shares > 1 else 0
 
 
 def _aligned(tensor: Tensor) -> int:
@@ -213,5 +220,4 @@ def _aligned_weight(weight: Tensor) -> int:
 
 
 def _rounded(channels: int, tensor: Tensor) -> int:
-    least = _ALIGNMENT_BYTES // tensor.element_size()
-    return -(-channels // least) * least
+    return rounded_up(channels, _ALIGNMENT_BYTES // tensor.element_size())

@@ -24,15 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.kernel_memory.calls import Call, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.calls import FLOAT, HALF, Call, byte_count, rounded_up
 from lightning_unified.cost_model.backends.kernel_memory.convolution import is_channels_last
 
 __all__ = ["cpu_convolution", "cpu_convolution_backward"]
 
 _BLOCK, _HALF_BLOCK = 16, 8
 _FEWEST = 4  # least channels of an input at which the gradient of a float32 weight reads it in blocks
-_FLOAT = 4
-_HALF = (torch.float16, torch.bfloat16)
 _OWN_ROWS, _OWN_ENTRIES, _OWN_KERNEL = 16, 20480, 3  # torch uses its own kernels below these
 
 
@@ -54,11 +52,11 @@ class _Convolution:
 
     @property
     def half(self) -> bool:
-        return self.weight.dtype in _HALF
+        return self.weight.dtype in HALF
 
     @property
     def by_onednn(self) -> bool:
-        if not torch.backends.mkldnn.is_available() or self.weight.dtype not in (torch.float32, *_HALF):
+        if not torch.backends.mkldnn.is_available() or self.weight.dtype not in (torch.float32, *HALF):
             return False
         rows, kernel = self.source.shape[0], self.weight.shape[2:]
         wide = len(kernel) > 1 and min(kernel[-2:]) > _OWN_KERNEL
@@ -106,7 +104,7 @@ def cpu_convolution(call: Call) -> tuple[int, ...]:
         return _by_groups(one, one.columns, shown=byte_count(output)), _made_contiguous(source)
     if is_channels_last(source):
         return (_blocked_weight(weight),)
-    sums = output.numel() // output.shape[0] * _FLOAT if one.point and one.half else 0
+    sums = output.numel() // output.shape[0] * FLOAT if one.point and one.half else 0
     copied = 0 if one.few else _blocked(source)
     copies = _blocked(output), copied, _blocked_weight(weight, few=one.few), one.image, sums
     again = 2 * [byte_count(output)] if transposed and one.strided else [_blocked(output)]
@@ -197,14 +195,10 @@ def _made_contiguous(tensor: Tensor) -> int:
 
 def _blocked(tensor: Tensor, *, block: int = _BLOCK) -> int:
     channels = max(tensor.shape[1], 1)
-    return byte_count(tensor) // channels * _rounded(channels, block)
+    return byte_count(tensor) // channels * rounded_up(channels, block)
 
 
 def _blocked_weight(weight: Tensor, *, few: bool = False, block: int = _BLOCK) -> int:
     out, into = weight.shape[:2]
-    rows = byte_count(weight) // out * _rounded(out, _BLOCK)
-    return rows if few or into == 1 else rows // into * _rounded(into, block)
-
-
-def _rounded(channels: int, block: int) -> int:
-    return -(-channels // block) * block
+    rows = byte_count(weight) // out * rounded_up(out, _BLOCK)
+    return rows if few or into == 1 else rows // into * rounded_up(into, block)

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.kernel_memory.calls import Call, Repair, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.calls import FLOAT, HALF, Call, Repair, byte_count
 from lightning_unified.cost_model.backends.kernel_memory.cpu_convolution import (
     cpu_convolution,
     cpu_convolution_backward,
@@ -19,8 +19,6 @@ from lightning_unified.cost_model.backends.kernel_memory.packed_products import 
 
 __all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
 
-_HALF = (torch.float16, torch.bfloat16)
-_FLOAT = 4
 _MEAN = 1  # torch's number of a loss's reduction
 _REDUCTIONS = {
     "aten.mse_loss": 2,
@@ -50,13 +48,13 @@ def mixed_operands(name: str, call: Call) -> int:
 def averaged_losses(name: str, call: Call) -> int:
     """Return the bytes of the float32 copy that averaging half-precision losses makes."""
     reduction = _REDUCTIONS.get(name)
-    averages = reduction is not None and call.args[reduction] == _MEAN and call.results[0].dtype in _HALF
-    return call.args[0].numel() * _FLOAT if averages else 0
+    averages = reduction is not None and call.args[reduction] == _MEAN and call.results[0].dtype in HALF
+    return call.args[0].numel() * FLOAT if averages else 0
 
 
 def _mean(call: Call) -> int:
     """Return the bytes of a float32 copy of a half-precision input."""
-    return call.args[0].numel() * _FLOAT if call.args[0].dtype in _HALF else 0
+    return call.args[0].numel() * FLOAT if call.args[0].dtype in HALF else 0
 
 
 def _sum(call: Call) -> int:

@@ -6,16 +6,22 @@ names the allocations of an H200 under torch 2.11 that confirm it.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, Call, Order, Repair, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.calls import (
+    BACK,
+    FLOAT,
+    HALF,
+    Call,
+    Order,
+    Repair,
+    byte_count,
+    rounded_up,
+)
 from lightning_unified.cost_model.backends.kernel_memory.convolution import cuda_convolution, cuda_convolution_backward
 
 __all__ = ["CUDA_TEMPORARIES"]
 
-_HALF = (torch.float16, torch.bfloat16)
-_FLOAT = 4
 _LONG = 8
 _EMBEDDING_SORTS_ABOVE = 3072
 _EMBEDDING_ROWS_A_THREAD = 10
@@ -34,9 +40,9 @@ def _flash_backward(call: Call) -> int:
     """
     query, key = call.args[1], call.args[2]
     rows, heads, queries, size = query.shape
-    accumulated = rows * heads * _rounded(queries, 128) * _FLOAT
+    accumulated = rows * heads * rounded_up(queries, 128) * FLOAT
     spread = 2 * rows * heads * key.shape[2] * size * query.element_size() if key.shape[1] != heads else 0
-    return accumulated * (_rounded(size, 32) + 1) + spread
+    return accumulated * (rounded_up(size, 32) + 1) + spread
 
 
 def _cudnn_backward(call: Call) -> tuple[int, ...]:
@@ -48,7 +54,7 @@ def _cudnn_backward(call: Call) -> tuple[int, ...]:
     """
     gradient, query, key, output = call.args[0], call.args[1], call.args[2], call.args[4]
     rows, heads, queries, size = query.shape
-    accumulated = rows * heads * queries * _FLOAT * (size + 1)
+    accumulated = rows * heads * queries * FLOAT * (size + 1)
     if key.shape[1] != heads:
         accumulated += 2 * rows * heads * key.shape[2] * size * query.element_size()
     return 0 if gradient.stride() == output.stride() else byte_count(gradient), accumulated + _BESIDE
@@ -66,13 +72,13 @@ def _efficient_backward(call: Call) -> Order:
     """
     gradient, query, value = call.args[0], call.args[1], call.args[3]
     rows, heads, queries, size = query.shape
-    a_query = rows * heads * queries * _FLOAT
+    a_query = rows * heads * queries * FLOAT
     copied = 0 if gradient.transpose(1, 2).is_contiguous() else byte_count(gradient)
-    if query.dtype in _HALF:
-        return copied, a_query, rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
+    if query.dtype in HALF:
+        return copied, a_query, rows * heads * rounded_up(queries, 64) * rounded_up(size, 64) * FLOAT
     blocks = rows * heads * -(-queries // _BLOCK) * -(-size // _BLOCK)
     product = (a_query * value.shape[-1], a_query, BACK, BACK)
-    return copied, a_query, *product, blocks * (_BLOCK * _BLOCK * _FLOAT + _LOCK_BYTES)
+    return copied, a_query, *product, blocks * (_BLOCK * _BLOCK * FLOAT + _LOCK_BYTES)
 
 
 def _embedding_backward(call: Call) -> tuple[int, ...]:
@@ -85,7 +91,7 @@ def _embedding_backward(call: Call) -> tuple[int, ...]:
     if count <= _EMBEDDING_SORTS_ABOVE:
         return ()
     partial = count // _EMBEDDING_ROWS_A_THREAD + min(count, vocabulary)
-    return *[count * _LONG] * 5, partial * _LONG, partial * width * max(gradient.element_size(), _FLOAT)
+    return *[count * _LONG] * 5, partial * _LONG, partial * width * max(gradient.element_size(), FLOAT)
 
 
 def _accumulating_put(call: Call) -> tuple[int, ...]:
@@ -127,10 +133,6 @@ def _sort(call: Call) -> int:
     source = call.args[0]
     longest = max(source.shape, default=1)
     return source.numel() * (source.element_size() + _LONG) if longest > _SORT_IN_PLACE_UP_TO else 0
-
-
-def _rounded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 _UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")

@@ -41,18 +41,6 @@ class Hidden:
     order: Order = ()
     saved: int = 0
 
-    @property
-    def temporary(self) -> int:
-        """Peak of live bytes beside the results."""
-        held, most = [], 0
-        for step in self.order:
-            if step == BACK:
-                held.pop()
-            elif step != RESULT:
-                held.append(step)
-            most = max(most, sum(held))
-        return most
-
 
 _NOTHING = Hidden()
 _LSTM = "aten.mkldnn_rnn_layer"

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from typing_extensions import override
@@ -18,16 +17,13 @@ from lightning_unified.data import settings
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader, plan_epoch
 from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
+from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_unified.models.classifier.data import label_sources
-from lightning_unified.models.classifier.data.encoder_tokenizer import (
-    encode,
-    load_encoder_tokenizer,
-    own_tokenizer,
-    pad_id_of,
-)
-from lightning_unified.models.classifier.data.label_rows import LabelRows
+from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
+from lightning_unified.models.classifier.data.label_rows import LabelRows, zeros
 from lightning_unified.models.classifier.data.label_split import Sides, part
 from lightning_unified.models.classifier.data.labelled import LabelledText
+from lightning_unified.models.classifier.data.text_encoder import TextEncoder
 
 __all__ = ["LabelData"]
 
@@ -103,13 +99,14 @@ class LabelData(ResumableData):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(LoaderOptions.of(locals()))
-        # not logged: Lightning refuses a module and a data module that log one name with two values
-        self.save_hyperparameters(logger=False)
-        settings.check(dict(self.hparams), sources=label_sources.SOURCES, paths=_PATHS)
+        settings.check_counts(smallest=8, text_length=text_length)
+        settings.check_counts(smallest=SMALLEST_VOCABULARY, vocab_size=vocab_size)
+        settings.check_source(source, path, sources=label_sources.SOURCES, paths=_PATHS)
+        settings.check_fractions(val_fraction=val_fraction)
+        if test_fraction:
+            settings.check_fractions(test_fraction=test_fraction)
         _check_lengths(padded_lengths, text_length=text_length)
-        self.source, self.path, self.text_length = source, path, text_length
-        self._padded_lengths, self._pretrained, self._asked_vocab_size = padded_lengths, pretrained, vocab_size
-        self._val_fraction, self._test_fraction = val_fraction, test_fraction
+        self.source, self.text_length = source, text_length
 
     @property
     @override
@@ -185,13 +182,9 @@ class LabelData(ResumableData):
                 f"{', '.join(self.label_names)}; use the data it was trained with."
             )
 
-    def example_batch(self) -> dict[str, Tensor]:
-        """Return a training batch of zeros with full size and the longest length; no file is read."""
-        return _zeros(self.batch_size, self.text_length)
-
-    def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return a validation batch of zeros."""
-        return _zeros(self.options.rows_of_validation, self.text_length)
+    @override
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        return zeros(rows, self.text_length)
 
     def describe(self) -> dict[str, Any]:
         """Return counts of texts, left-out texts and the tokens of the first epoch."""
@@ -211,18 +204,20 @@ class LabelData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        texts = label_sources.load(self.source, path=self.path)
-        sides = part(texts, val_fraction=self._val_fraction, test_fraction=self._test_fraction, seed=self.options.seed)
+        asked = self.hparams
+        fractions = {name: asked[name] for name in ("val_fraction", "test_fraction")}
+        sides = part(label_sources.load(self.source, path=asked["path"]), **fractions, seed=self.options.seed)
         names = sorted({text.label for text in sides.train})
-        if self._pretrained is None:
-            tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=self._asked_vocab_size)
+        if asked["pretrained"] is None:
+            tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=asked["vocab_size"])
         else:
-            tokenizer = load_encoder_tokenizer(self._pretrained)
+            tokenizer = load_encoder_tokenizer(asked["pretrained"])
         of_sides = [sides.train, sides.validation, sides.test]
-        encoded = [encode(tokenizer, [text.text for text in side], length=self.text_length) for side in of_sides]
+        encoder = TextEncoder(tokenizer)
+        encoded = [encoder.encode_ids([text.text for text in side], max_length=self.text_length) for side in of_sides]
         lengths = self._lengths([len(ids) for side in encoded for ids in side])
         train, validation, test = (
-            LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=pad_id_of(tokenizer))
+            LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=encoder.pad_id)
             for side, ids in zip(of_sides, encoded, strict=True)
         )
         return _Prepared(
@@ -236,9 +231,10 @@ class LabelData(ResumableData):
         )
 
     def _lengths(self, sizes: Sequence[int]) -> list[int]:
-        if isinstance(self._padded_lengths, int):
-            return choose_buckets(sizes, longest=self.text_length, most=self._padded_lengths, multiple=_MULTIPLE)
-        return list(self._padded_lengths)
+        asked = self.hparams["padded_lengths"]
+        if isinstance(asked, int):
+            return choose_buckets(sizes, longest=self.text_length, most=asked, multiple=_MULTIPLE)
+        return list(asked)
 
 
 def _check_lengths(lengths: int | list[int], *, text_length: int) -> None:
@@ -251,14 +247,6 @@ def _check_lengths(lengths: int | list[int], *, text_length: int) -> None:
             f"data.padded_lengths={list(lengths)}; a list ascends and ends with data.text_length={text_length}, as in "
             f"[{text_length // 4}, {text_length}]; or give how many to choose."
         )
-
-
-def _zeros(rows: int, length: int) -> dict[str, Tensor]:
-    return {
-        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
-        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
-        "labels": torch.zeros(rows, dtype=torch.int64),
-    }
 
 
 def _side(texts: list[LabelledText], rows: LabelRows) -> dict[str, Any]:

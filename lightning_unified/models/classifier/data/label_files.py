@@ -11,11 +11,11 @@ are ignored.
 import csv
 import difflib
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_unified.data.sources.lines import json_rows, read_utf8
 from lightning_unified.models.classifier.data.labelled import LabelledText
 
 __all__ = ["read"]
@@ -49,7 +49,7 @@ def _folder(path: Path) -> list[LabelledText]:
     names = {child.name for child in path.iterdir() if child.is_dir()}
     sides = {path / "train": False, path / "test": True} if names == {"train", "test"} else {path: False}
     texts = [
-        LabelledText(text=_content(file), label=file.parent.name, is_test=is_test)
+        LabelledText(text=read_utf8(file), label=file.parent.name, is_test=is_test)
         for side, is_test in sides.items()
         for file in sorted(side.glob("*/*.txt"))
     ]
@@ -60,19 +60,12 @@ def _folder(path: Path) -> list[LabelledText]:
     return texts
 
 
-def _content(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 at byte {error.start}; save it as UTF-8.") from error
-
-
 def _table(file: Path) -> Iterator[LabelledText]:
     # a text may exceed the csv module's field limit, which holds for the whole process and is restored
     before = csv.field_size_limit(2**31 - 1)
     try:
         delimiter = "\t" if file.suffix == ".tsv" else ","
-        reader = csv.DictReader(io.StringIO(_content(file)), delimiter=delimiter)
+        reader = csv.DictReader(io.StringIO(read_utf8(file)), delimiter=delimiter)
         _check_columns(file, reader.fieldnames or ())
         for row in reader:
             yield _labelled(row, where=f"{file}:{reader.line_num}")
@@ -95,18 +88,7 @@ def _check_columns(file: Path, names: Iterable[str]) -> None:
 
 
 def _jsonl(file: Path) -> Iterator[LabelledText]:
-    # not splitlines(): a JSON string may contain U+2028, U+0085 and other line separators
-    for number, line in enumerate(_content(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a row is an object with text and label, not {line.strip()[:40]}")  # noqa: TRY004 - of a file, whatever its type
-        yield _labelled(row, where=where)
+    return (_labelled(row, where=where) for where, row in json_rows(read_utf8(file), source=file))
 
 
 def _labelled(row: Mapping[str, Any], *, where: str) -> LabelledText:

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-__all__ = ["IGNORED", "LabelRows"]
+from lightning_unified.data.loader import BatchRows
+
+__all__ = ["IGNORED", "LabelRows", "zeros"]
 
 IGNORED = -100  # torch.nn.functional.cross_entropy ignores such targets
 
 
-class LabelRows(torch.utils.data.Dataset):
+class LabelRows(BatchRows):
     """Token ids in flat arrays, small to pickle for spawned workers; they return whole batches.
 
     A batch is a dict: `input_ids` (B, T) int64, `attention_mask` (B, T) bool, True at tokens, `labels` (B,) int64. T is the
@@ -52,12 +55,11 @@ class LabelRows(torch.utils.data.Dataset):
         """Return the number of rows of each class."""
         return np.bincount(self.labels, minlength=classes).tolist()
 
+    @override
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
-
+    @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """Return the batch of the rows `indices`; -1 stands for a row without a class.
 
@@ -74,3 +76,12 @@ class LabelRows(torch.utils.data.Dataset):
             "attention_mask": torch.from_numpy(mask),
             "labels": torch.from_numpy(np.where(rows < 0, IGNORED, self.labels[rows])),
         }
+
+
+def zeros(rows: int, length: int) -> dict[str, Tensor]:
+    """Return a batch of zeros in the form of `LabelRows`, without padding."""
+    return {
+        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+    }

@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_unified.data.duplicates import find_copies
 from lightning_unified.data.splitting import ordered_groups
+from lightning_unified.models.classifier.data.duplicates import find_copies
 from lightning_unified.models.classifier.data.labelled import LabelledText
 
 __all__ = ["LeftOut", "Sides", "part"]

@@ -63,7 +63,7 @@ _TEXTS = {
         "A cracked exhaust makes the turbo slow to answer.",
     ),
     "hydraulics": (
-        "The boom sinks although the memory option stands in neutral.",
+        "The boom sinks although the lever stands in neutral.",
         "Hydraulic oil foams in the tank because the suction hose leaks air.",
         "A hose burst at the bucket cylinder and sprayed the yard.",
         "The pump whines until the hydraulic oil is warm.",

@@ -1,25 +1,12 @@
-"""Load a trained classifier; an untrained one is an error."""
+"""Load a trained classifier as plain data, without running code from the file; an untrained one is an error."""
 
 from pathlib import Path
-from typing import Any
 
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.classifier.module import TextClassifier
-from lightning_unified.models.plain_checkpoint import read_trained
+from lightning_unified.models.plain_checkpoint import load_weights, read_trained
 
-__all__ = ["load", "read"]
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """Read a classifier's checkpoint as plain data, without running its code.
-
-    This uses `weights_only=True`.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        RuntimeError: If it is damaged, belongs to no classifier, or was saved before the first training step.
-    """
-    return read_trained(path, model="classifier", untrained="its head would answer by chance")
+__all__ = ["load"]
 
 
 def load(path: str | Path, *, device: str = "auto") -> TextClassifier:
@@ -33,15 +20,13 @@ def load(path: str | Path, *, device: str = "auto") -> TextClassifier:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        RuntimeError: As for `read`; or if weights and sizes do not fit together, or there is no tokenizer.
+        RuntimeError: If it is damaged, belongs to no classifier, was saved before the first training step, or holds no tokenizer;
+            or if weights and sizes do not fit together.
     """
-    saved = read(path)
+    saved = read_trained(path, model="classifier", untrained="its head would answer by chance")
     module = TextClassifier(**saved["hyper_parameters"])
     module.on_load_checkpoint(saved)
     if module.identity.encoder is None:
         raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
-    try:
-        module.load_state_dict(saved["state_dict"])
-    except RuntimeError as error:
-        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    load_weights(module, saved["state_dict"], path=path)
     return module.to(inference_device(device)).eval()

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_unified.models.classifier.data.text_encoder import TextEncoder
 from lightning_unified.models.classifier.inference.checkpoint import load
-from lightning_unified.models.classifier.inference.text_encoder import TextEncoder
 from lightning_unified.models.classifier.module import TextClassifier
 from lightning_unified.models.classifier.network.trimming import ROW_LENGTHS, fixed_length
 

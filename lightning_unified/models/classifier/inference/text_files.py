@@ -1,11 +1,11 @@
 """Read texts to classify from files and standard input."""
 
 import csv
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_unified.data.sources.lines import json_rows
 from lightning_unified.models.commands import read_text
 
 __all__ = ["Given", "read_texts"]
@@ -56,13 +56,9 @@ def _table(text: str, source: str, field: str, delimiter: str) -> list[Given]:
 
 def _records(text: str, source: str, field: str) -> list[Given]:
     found = []
-    for place, line in _lines(text, source):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is no JSON: {error}.") from error
-        if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            raise ValueError(  # noqa: TRY004 - what a file says
+    for place, record in json_rows(text, source=source):
+        if not isinstance(record.get(field), str):
+            raise ValueError(  # noqa: TRY004 - a wrong value in a file
                 f"{place} has no text under {field!r}; name the field with --field."
             )
         found.append((place, record[field]))

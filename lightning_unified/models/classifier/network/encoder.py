@@ -3,7 +3,6 @@
 Weights are in memory once, see `pretrained.streaming`. A file of another dtype is converted tensor by tensor.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -13,25 +12,15 @@ import torch
 from torch import nn
 
 from lightning_unified.models.pretrained.source import require
-from lightning_unified.models.pretrained.streaming import assign, stored_tensors, weight_files, without_values
+from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
-__all__ = ["architecture_of", "base_of", "blocks_of", "build", "head_of", "load", "read_architecture", "resize_head"]
+__all__ = ["base_of", "build", "head_of", "load", "resize_head"]
 
 _RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # TensorFlow's names of layer norms, in files of the first BERTs
 _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "dropout", "attention_dropout",
     "seq_classif_dropout", "embedding_dropout", "mlp_dropout", "hidden_dropout",
 )  # fmt: skip
-
-
-def read_architecture(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a folder as plain data."""
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-
-def architecture_of(model: nn.Module) -> dict[str, Any]:
-    """Return a model's configuration as plain data, for `build`."""
-    return json.loads(json.dumps(model.config.to_diff_dict(), default=str))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue, reportArgumentType]
 
 
 def build(
@@ -86,24 +75,12 @@ def load(
     """
     with without_values():
         model = build(architecture, labels=labels, attention=attention, dropout=dropout)
-    wanted = dict(model.named_parameters())
     prefix = f"{model.base_model_prefix}."
-    found: set[str] = set()
-    for file in weight_files(folder):
-        for stored, tensor in stored_tensors(file):
-            given = _renamed(stored)
-            name = next((own for own in (given, prefix + given) if own in wanted), None)
-            if name is None or tensor.shape != wanted[name].shape:
-                continue
-            assign(model, name, tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32))
-            found.add(name)
-    missing = wanted.keys() - found
-    lacking = sorted(name for name in missing if name.startswith(prefix) and ".pooler." not in f".{name}")
-    if lacking:
-        raise RuntimeError(
-            f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(wanted)} parameters are missing or of another "
-            f"size, the first is {lacking[0]}. Give a folder whose files belong together."
-        )
+    missing = load_weights(
+        model, folder, dtype=torch.float32, names_of=lambda stored: (_renamed(stored), prefix + _renamed(stored))
+    )
+    lacking = [name for name in missing if name.startswith(prefix) and ".pooler." not in f".{name}"]
+    check_complete(lacking, model=model, folder=folder)
     _begin(model, missing)
     return model.train()
 
@@ -117,13 +94,6 @@ def head_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not the encoder's."""
     own = {id(parameter) for parameter in base_of(model).parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in own]
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the encoder's blocks in running order: its longest list of modules of one class."""
-    lists = [module for module in base_of(model).modules() if isinstance(module, nn.ModuleList)]
-    alike = [list(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1]
-    return max(alike, key=len, default=[])
 
 
 def resize_head(model: Any, labels: int) -> None:

@@ -1,6 +1,6 @@
 """The classifier's network: an encoder of transformers and its head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from typing_extensions import override
 from lightning_unified.models.classifier.network import encoder as encoders
 from lightning_unified.models.classifier.network.lora import adapt
 from lightning_unified.models.classifier.presets import preset as preset_named
+from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of, read_architecture
 from lightning_unified.models.pretrained.source import find_model
-from lightning_unified.nn.recomputing import Recomputing
 
-__all__ = ["Network"]
+__all__ = ["Network", "build_network"]
 
 # these take a 4-dimensional mask directly; with a 2-dimensional one, the host first reads whether there is a pad
 _TAKE_MASKS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "electra"})
@@ -30,7 +30,6 @@ class Network(nn.Module):
         labels: Number of labels.
         dropout: Dropout in place of the encoder's own.
         attention: transformers' name of the attention kernel.
-        recompute: Activation checkpointing of each block.
 
     Raises:
         ValueError: If the preset's encoder has another number of parameters than stated.
@@ -46,7 +45,6 @@ class Network(nn.Module):
         labels: int,
         dropout: float | None,
         attention: str,
-        recompute: bool,
     ) -> None:
         super().__init__()
         chosen = preset_named(preset)
@@ -57,7 +55,7 @@ class Network(nn.Module):
             if source is None or (architecture is not None and not load_pretrained)
             else find_model(source, argument="encoder")
         )
-        sizes = architecture or (encoders.read_architecture(folder) if folder else chosen.architecture)
+        sizes = architecture or (read_architecture(folder) if folder else chosen.architecture)
         assert sizes is not None
         options: dict[str, Any] = {"labels": labels, "attention": attention, "dropout": dropout}
         if folder is None or not load_pretrained or torch.empty(0).is_meta:
@@ -67,8 +65,6 @@ class Network(nn.Module):
         count = sum(parameter.numel() for parameter in encoders.base_of(self.model).parameters())
         if own and count != chosen.parameters:
             raise ValueError(f"the encoder of {preset} has {count:,} parameters, not {chosen.parameters:,} as stated.")
-        self._recomputing: Recomputing | None = None
-        self.recompute = recompute
 
     @property
     def labels(self) -> int:
@@ -88,34 +84,17 @@ class Network(nn.Module):
         # RoBERTa's positions start after its padding id
         return longest - config.pad_token_id - 1 if longest and "roberta" in config.model_type else longest
 
-    @property
-    def recompute(self) -> bool:
-        """Whether each block recomputes its activations."""
-        return self._recomputing is not None
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None:
-        if value and self._recomputing is None:
-            self._recomputing = Recomputing(self.blocks())
-        elif not value and self._recomputing is not None:
-            self._recomputing.remove()
-            self._recomputing = None
-
     def blocks(self) -> list[nn.Module]:
         """Return the encoder's blocks in the order in which they run."""
-        return encoders.blocks_of(self.model)
+        return blocks_of(encoders.base_of(self.model))
 
     def architecture(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
-        return encoders.architecture_of(self.model)
+        return architecture_of(self.model)
 
     def resize_head(self, labels: int) -> None:
         """Replace the head by a new one with `labels` outputs."""
         encoders.resize_head(self.model, labels)
-
-    def adapt(self, *, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> None:
-        """Freeze the encoder and add low-rank adapters; see `lora.adapt`."""
-        adapt(self.model, rank=rank, alpha=alpha, dropout=dropout, targets=targets)
 
     @override
     def forward(
@@ -140,3 +119,12 @@ class Network(nn.Module):
     def _takes_masks(self) -> bool:
         config = self.model.config
         return config.model_type in _TAKE_MASKS and config._attn_implementation == "sdpa"
+
+
+def build_network(hparams: Mapping[str, Any]) -> Network:
+    """Return the network for the hyperparameters of `TextClassifier`, with low-rank adapters if they ask for some."""
+    names = ("preset", "encoder", "architecture", "load_pretrained", "dropout", "attention")
+    network = Network(**{name: hparams[name] for name in names}, labels=hparams["labels"] or 2)
+    if hparams["lora_rank"] is not None:
+        adapt(network.model, **{name: hparams[f"lora_{name}"] for name in ("rank", "alpha", "dropout", "targets")})
+    return network

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from lightning_unified.data.loader import LoaderOptions
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import Split, split
-from lightning_unified.data.tokenizer import encode_texts, load_tokenizer, train_tokenizer
+from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY, encode_texts, load_or_train_tokenizer
 from lightning_unified.models.compressor.data.passages import Passages
 
 __all__ = ["PassageData"]
@@ -88,17 +87,17 @@ class PassageData(ResumableData):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(LoaderOptions.of(locals()))
-        # not logged: Lightning refuses a module and a data module that log one name with two values
-        self.save_hyperparameters(logger=False)
-        settings.check(dict(self.hparams))
+        settings.check_counts(smallest=8, text_length=text_length)
+        settings.check_counts(smallest=0, continuation_length=continuation_length)
+        settings.check_counts(smallest=SMALLEST_VOCABULARY, vocab_size=vocab_size)
+        settings.check_counts(smallest=2, optional=True, max_groups=max_groups)
+        settings.check_source(source, path, sources=corpora.SOURCES)
+        settings.check_fractions(val_fraction=val_fraction)
         if tokenizer_file and pretrained:
             raise ValueError(
                 f"data.tokenizer_file={tokenizer_file} and data.pretrained={pretrained} both name a tokenizer; give one."
             )
-        self.source, self.path, self.max_groups = source, path, max_groups
-        self.text_length, self.continuation_length = text_length, continuation_length
-        self._asked_vocab_size, self._tokenizer_file, self._pretrained = vocab_size, tokenizer_file, pretrained
-        self._val_fraction = val_fraction
+        self.source, self.text_length, self.continuation_length = source, text_length, continuation_length
 
     @property
     @override
@@ -120,14 +119,7 @@ class PassageData(ResumableData):
         """The validation documents, which share no group and no line with training."""
         return self._prepared.parts.validation
 
-    def example_batch(self) -> dict[str, Tensor]:
-        """Return a training batch of zeros with full size and length; no file is read."""
-        return self._zeros(self.batch_size)
-
-    def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return a validation batch of zeros."""
-        return self._zeros(self.options.rows_of_validation)
-
+    @override
     def _zeros(self, rows: int) -> dict[str, Tensor]:
         sides = {("input_ids", "mask"): self.text_length}
         if self.continuation_length:
@@ -153,8 +145,9 @@ class PassageData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self.options.seed)
-        parts = split(documents, fraction=self._val_fraction, seed=self.options.seed)
+        asked, seed = self.hparams, self.options.seed
+        documents = corpora.load(self.source, path=asked["path"], max_groups=asked["max_groups"], seed=seed)
+        parts = split(documents, fraction=asked["val_fraction"], seed=seed)
         tokenizer = self._tokenizer([document.content for document in parts.train])
         train = _encoded(tokenizer, parts.train)
         sizes = {"length": self.text_length, "continuation_length": self.continuation_length, "shortest": _SHORTEST}
@@ -167,15 +160,11 @@ class PassageData(ResumableData):
         return _Prepared(parts=parts, tokenizer=tokenizer, train_documents=train, train=sides[0], validation=sides[1])
 
     def _tokenizer(self, texts: list[str]) -> Tokenizer:
-        if self._pretrained:
-            from lightning_unified.models.compressor.network.pretrained import (
-                load_tokenizer as load_pretrained_tokenizer,
-            )
+        if self.hparams["pretrained"]:
+            from lightning_unified.models.compressor.network.pretrained import load_tokenizer
 
-            return load_pretrained_tokenizer(self._pretrained)
-        if self._tokenizer_file:
-            return load_tokenizer(Path(self._tokenizer_file))
-        return train_tokenizer(texts, vocab_size=self._asked_vocab_size)
+            return load_tokenizer(self.hparams["pretrained"])
+        return load_or_train_tokenizer(self.hparams["tokenizer_file"], texts, vocab_size=self.hparams["vocab_size"])
 
 
 def _encoded(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:

@@ -9,13 +9,16 @@ import zlib
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
+
+from lightning_unified.data.loader import BatchRows
 
 __all__ = ["PAD_ID", "Passages"]
 
 PAD_ID = 0  # arbitrary: the mask identifies pads
 
 
-class Passages(torch.utils.data.Dataset):
+class Passages(BatchRows):
     """Passages in flat arrays, small to pickle for spawned workers; they return whole batches.
 
     A batch is a dict: `input_ids` (B, T) int64 and `mask` (B, T) bool, True at tokens; with U above 0 also `continuation`
@@ -56,18 +59,12 @@ class Passages(torch.utils.data.Dataset):
         """Tokens of all passages together."""
         return int((self._stops - self._starts).sum())
 
-    def counts(self, vocab_size: int) -> np.ndarray:
-        """Return how often each token (V,) occurs in the documents."""
-        return np.bincount(self._ids, minlength=vocab_size)
-
+    @override
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
-
+    @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        """Return the batch of the passages `indices`; -1 stands for a row of padding only."""
         rows = len(indices)
         batch = {
             "input_ids": torch.full((rows, self.length), PAD_ID),

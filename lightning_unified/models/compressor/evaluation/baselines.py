@@ -49,25 +49,12 @@ def scorers(subject: Subject, *, corpus: Sequence[Sequence[int]], vocabulary: in
 
 
 def random(seed: int) -> Scorer:
-    """Return scores drawn from the seed and the text.
-
-    The same text has the same scores in any batch.
-    """
-
-    def score(ids: Tensor, mask: Tensor) -> Tensor:
-        drawn = torch.zeros(ids.shape, dtype=torch.float64)
-        for row, tokens in enumerate(_texts(ids, mask)):
-            generator = np.random.default_rng([seed, zlib.crc32(tokens.tobytes())])
-            drawn[row, : len(tokens)] = torch.from_numpy(generator.random(len(tokens)))
-        return drawn
-
-    return score
+    """Return scores drawn from the seed and the text, so that a text has the same scores in any batch."""
+    return _text_by_text(lambda tokens: np.random.default_rng([seed, zlib.crc32(tokens.tobytes())]).random(len(tokens)))
 
 
 def frequency(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
-    """Return -log of each token's share of the corpus, with one added to each count.
-
-    The most frequent tokens are dropped first.
+    """Return -log of each token's share of the corpus, one added to each count: frequent tokens go first.
 
     Raises:
         ValueError: If the corpus has no token.
@@ -88,15 +75,7 @@ def length(encoder: Encoder) -> Scorer:
     content: most short words are articles, prepositions and punctuation.
     """
     text_of = lru_cache(maxsize=None)(lambda token: encoder.decode([token]))
-
-    def score(ids: Tensor, mask: Tensor) -> Tensor:
-        lengths = torch.zeros(ids.shape, dtype=torch.float64)
-        for row, tokens in enumerate(_texts(ids, mask)):
-            texts = [text_of(int(token)) for token in tokens]
-            lengths[row, : len(tokens)] = torch.tensor(_word_lengths(texts), dtype=torch.float64)
-        return lengths
-
-    return score
+    return _text_by_text(lambda tokens: np.array(_word_lengths([text_of(int(token)) for token in tokens]), dtype=float))
 
 
 def position(ids: Tensor, mask: Tensor) -> Tensor:
@@ -106,19 +85,9 @@ def position(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def ngram_surprisal(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
-    """Return -log p(token | two tokens before) of a Kneser-Ney model of the corpus.
-
-    The most predictable tokens are dropped first.
-    """
+    """Return -log p(token | two tokens before) of a Kneser-Ney model of the corpus: predictable tokens go first."""
     model = NGram([_row(text) for text in corpus], vocab_size=vocabulary, order=3)
-
-    def score(ids: Tensor, mask: Tensor) -> Tensor:
-        surprisal = torch.zeros(ids.shape, dtype=torch.float64)
-        for row, tokens in enumerate(_texts(ids, mask)):
-            surprisal[row, : len(tokens)] = torch.from_numpy(-model.log_probabilities([_row(tokens)]))
-        return surprisal
-
-    return score
+    return _text_by_text(lambda tokens: -model.log_probabilities([_row(tokens)]))
 
 
 def lm_surprisal(subject: Subject) -> Scorer:
@@ -139,9 +108,16 @@ def lm_surprisal(subject: Subject) -> Scorer:
     return score
 
 
-def _texts(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
-    lengths = mask.sum(1).tolist()
-    return [row[:count] for row, count in zip(ids.cpu().numpy(), lengths, strict=True)]
+def _text_by_text(values: Callable[[np.ndarray], np.ndarray]) -> Scorer:
+    """Return the scorer that computes the tokens' values of one text at a time, without its pads."""
+
+    def score(ids: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.zeros(ids.shape, dtype=torch.float64)
+        for row, (tokens, count) in enumerate(zip(ids.cpu().numpy(), mask.sum(1).tolist(), strict=True)):
+            scores[row, :count] = torch.from_numpy(values(tokens[:count]))
+        return scores
+
+    return score
 
 
 def _row(tokens: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

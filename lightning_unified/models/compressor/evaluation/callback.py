@@ -1,6 +1,5 @@
 """Callback that evaluates rate and distortion against baselines during training."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_unified.models.compressor.evaluation import held_out
-from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
-from lightning_unified.models.compressor.evaluation.report import plot
-from lightning_unified.models.compressor.evaluation.subject import check_keep
+from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, EvaluationOptions, evaluate
+from lightning_unified.models.compressor.evaluation.report import write_record
 from lightning_unified.models.compressor.module import Compressor
 
 __all__ = ["EvaluateCompression"]
 
 
 class EvaluateCompression(Callback):
-    """Evaluate after every n-th epoch's validation.
-
-    The callback also logs the policy's values and saves the record and the plot.
+    """Evaluate after every n-th epoch's validation, log the policy's values, and save record and plot.
 
     It logs for each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`, the policy's margin
     over the best baseline in nats per dropped token (below 0: the baseline is better).
@@ -64,20 +60,21 @@ class EvaluateCompression(Callback):
         if (texts is None) != (corpus is None):
             raise ValueError("texts and corpus belong together; give both, or neither for those of the data module.")
         self.every_n_epochs, self.documents, self.directory = every_n_epochs, documents, directory
-        self.keeps = tuple(check_keep(keep) for keep in keeps)
-        self.length, self.continuation = length, continuation
-        self._arguments: dict[str, Any] = {
-            "per_document": per_document, "batch_size": batch_size, "reconstruct": reconstruct, "resamples": resamples,
-        }  # fmt: skip
+        self.options = EvaluationOptions(
+            keeps=tuple(keeps),
+            length=length,
+            continuation=continuation,
+            per_document=per_document,
+            batch_size=batch_size,
+            reconstruct=reconstruct,
+            repeats=0,
+            resamples=resamples,
+        )
         self._sides = None if texts is None or corpus is None else (list(corpus), list(texts))
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise for a module or data that cannot be evaluated, before the first step.
-
-        Raises:
-            ValueError: If the module is no compressor, or neither texts nor data define a held-out side.
-        """
+        """Raise a ValueError before the first step if the module is no compressor, or there are no held-out texts."""
         if not isinstance(pl_module, Compressor):
             raise ValueError(  # noqa: TRY004 - a setting
                 f"EvaluateCompression evaluates a Compressor, and this is {type(pl_module).__name__}; leave it out, as "
@@ -94,28 +91,15 @@ class EvaluateCompression(Callback):
         if self._sides is None:
             self._sides = held_out.sides(_settings(trainer))
         corpus, texts = self._sides
-        length = self.length or pl_module.text_length
-        record = evaluate(
-            pl_module,
-            texts[: self.documents],
-            corpus=corpus,
-            keeps=self.keeps,
-            length=length,
-            continuation=self.continuation or max(length // 4, 1),
-            repeats=0,
-            **self._arguments,
-        )
+        record = evaluate(pl_module, texts[: self.documents], corpus=corpus, options=self.options)
         for name, value in _figures(record).items():
             pl_module.log(name, value)
         if trainer.is_global_zero:
             self._save({"epoch": trainer.current_epoch, "global_step": trainer.global_step, **record}, trainer)
 
     def _save(self, record: dict[str, Any], trainer: Trainer) -> None:
-        folder = Path(self.directory or Path(trainer.log_dir or trainer.default_root_dir, "compression"))
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"epoch={record['epoch']}-step={record['global_step']}"
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        plot(record, folder / f"{name}.png")
+        folder = self.directory or Path(trainer.log_dir or trainer.default_root_dir, "compression")
+        write_record(record, Path(folder), name=f"epoch={record['epoch']}-step={record['global_step']}")
 
 
 def _settings(trainer: Trainer) -> Mapping[str, Any]:

@@ -1,31 +1,69 @@
 """Evaluate a policy and all baselines at the same budgets on the same documents."""
 
-import contextlib
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.models.compressor.evaluation import baselines, timing
-from lightning_unified.models.compressor.evaluation.measures import MEASURES, Sums, full_context, measure
-from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, cut
+from lightning_unified.models.compressor.evaluation.measures import Sums, full_context, measure
+from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, divide
 from lightning_unified.models.compressor.evaluation.reconstruction import check_blind
-from lightning_unified.models.compressor.evaluation.statistics import Comparison, Estimate, compare, estimate
-from lightning_unified.models.compressor.evaluation.subject import Subject, check_keep, require_trained, top_k
+from lightning_unified.models.compressor.evaluation.statistics import Values, exponential, policy_against, rows
+from lightning_unified.models.compressor.evaluation.subject import (
+    Subject,
+    check_keep,
+    evaluating,
+    require_trained,
+    top_k,
+)
 
-__all__ = ["KEEPS", "evaluate"]
+__all__ = ["KEEPS", "EvaluationOptions", "evaluate"]
 
 KEEPS = (0.3, 0.5, 0.7, 0.9)
-_COMPARED = ("dropped_cross_entropy", "continuation_cross_entropy", "rouge_l")
-_HIGHER_IS_BETTER = {"rouge_l"}
 _FULL = ("full context", 1.0)  # key of the uncompressed text's totals
 
-_Values = dict[tuple[str, float, str], np.ndarray]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationOptions:
+    """Pieces, measures and statistics of an evaluation.
+
+    Attributes:
+        keeps: The budgets, below 1.
+        length: Tokens of a compressed prefix; None takes as many as in training.
+        continuation: Tokens after it, predicted from the kept tokens; None takes a quarter of the prefix.
+        per_document: Pieces of a document at most.
+        batch_size: Pieces of a batch.
+        reconstruct: Whether to write texts for ROUGE-L, the slowest part.
+        repeats: Timed passes; 0 for no timing.
+        resamples: Resamples of bootstrap and permutation test.
+        seed: Seed of random scores, ties and resampling.
+
+    Raises:
+        ValueError: If a budget is not a share of the tokens, or drops none.
+    """
+
+    keeps: Sequence[float] = KEEPS
+    length: int | None = None
+    continuation: int | None = None
+    per_document: int = 4
+    batch_size: int = 32
+    reconstruct: bool = True
+    repeats: int = 5
+    resamples: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if any(check_keep(keep) == 1 for keep in self.keeps):
+            raise ValueError("keep=1 drops nothing, so there is nothing to measure; give budgets below 1.")
+
+    def piece_lengths(self, trained_length: int) -> tuple[int, int]:
+        """Return the tokens of a prefix and of its continuation, for a model trained on `trained_length` tokens."""
+        length = self.length or trained_length
+        return length, self.continuation or max(length // 4, 1)
 
 
 def evaluate(
@@ -33,20 +71,10 @@ def evaluate(
     texts: Sequence[str],
     *,
     corpus: Sequence[str],
-    keeps: Sequence[float] = KEEPS,
-    length: int = 96,
-    continuation: int = 32,
-    per_document: int = 4,
-    batch_size: int = 32,
-    reconstruct: bool = True,
-    repeats: int = 5,
-    resamples: int = 2000,
-    seed: int = 0,
+    options: EvaluationOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the policy and the baselines at every budget.
-
-    The results have 95 % intervals over documents and paired tests.
+    """Evaluate the policy and the baselines at every budget, with 95 % intervals over documents and paired tests.
 
     Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
     mean over documents of each document's mean over terms.
@@ -55,15 +83,7 @@ def evaluate(
         subject: A trained compressor; in eval mode during the call, then restored.
         texts: Held-out documents, one text each.
         corpus: Training documents, for frequencies and n-grams.
-        keeps: The budgets.
-        length: Tokens of a compressed prefix.
-        continuation: Tokens after it, predicted from the kept tokens.
-        per_document: Pieces of a document at most.
-        batch_size: Pieces of a batch.
-        reconstruct: Whether to write texts for ROUGE-L.
-        repeats: Timed passes; 0 for no timing.
-        resamples: Resamples of bootstrap and permutation test.
-        seed: Seed of random scores, ties and resampling.
+        options: Budgets, pieces and statistics.
         progress: Called after each batch with the numbers of finished and of all batches.
 
     Returns:
@@ -81,40 +101,34 @@ def evaluate(
         ValueError: If a setting is invalid, or texts or corpus are too short.
         RuntimeError: If the subject is untrained, or its reconstructor can see dropped tokens.
     """
-    encoder = require_trained(subject)
-    if any(check_keep(keep) == 1 for keep in keeps):
-        raise ValueError("keep=1 drops nothing, so there is nothing to measure; give budgets below 1.")
-    pieces = cut(texts, encoder=encoder, length=length, continuation=continuation, per_document=per_document)
+    encoder, keeps = require_trained(subject), list(options.keeps)
+    length, continuation = options.piece_lengths(subject.text_length)
+    sizes = {"length": length, "continuation": continuation, "per_document": options.per_document}
+    pieces = divide(texts, encoder=encoder, **sizes)
     encoded = [ids for text in corpus if (ids := encoder.encode(text))]
-    every = list(batches(pieces, size=batch_size, device=subject.device))
+    every = list(batches(pieces, size=options.batch_size, device=subject.device))
     largest = max(every, key=lambda batch: batch.ids.numel())
-    with _evaluating(subject):
-        vocabulary = _vocabulary(subject, largest)
-        methods = baselines.scorers(subject, corpus=encoded, vocabulary=vocabulary, seed=seed)
-        methods = {"policy": subject.keep_logits, **methods}
+    with evaluating(subject):
+        vocabulary = subject.next_logits(largest.ids[:1], largest.mask[:1]).shape[-1]
+        methods = baselines.scorers(subject, corpus=encoded, vocabulary=vocabulary, seed=options.seed)
         half = top_k(methods["random"](largest.ids, largest.mask), mask=largest.mask, keep=0.5)
         check_blind(subject, largest.ids, keep=half, mask=largest.mask)
-        totals = _totalled(
-            subject, every, methods=methods, keeps=keeps, reconstruct=reconstruct, seed=seed, progress=progress
-        )
-        times = timing.seconds(subject, largest.ids, mask=largest.mask, keeps=tuple(keeps), repeats=repeats)
-    values = totals.means()
-    draws = {"resamples": resamples, "seed": seed}
-    rows = [_row(values, method=method, keep=keep, **draws) for method in methods for keep in keeps]
+        methods = {"policy": subject.keep_logits, **methods}
+        totals = _totalled(subject, every, methods=methods, options=options, progress=progress)
+        times = timing.seconds(subject, largest.ids, mask=largest.mask, keeps=tuple(keeps), repeats=options.repeats)
+    values, draws = totals.means(), {"resamples": options.resamples, "seed": options.seed}
+    found = rows(values, methods=list(methods), keeps=keeps, **draws)
     return {
         "documents": len({piece.document for piece in pieces}),
         "pieces": len(pieces),
         "tokens": sum(len(piece.ids) for piece in pieces),
         "continuation_tokens": sum(len(piece.continuation) for piece in pieces),
-        "settings": {
-            "length": length, "continuation": continuation, "per_document": per_document, "keeps": list(keeps),
-            "resamples": resamples, "seed": seed, "corpus_tokens": sum(len(ids) for ids in encoded),
-        },
+        "settings": {**sizes, "keeps": keeps, **draws, "corpus_tokens": sum(len(ids) for ids in encoded)},
         "language_model": _language_model(totals, pieces, corpus=encoded, vocabulary=vocabulary),
-        "rows": rows,
-        "policy_against": _against(values, rows, names=list(methods)[1:], keeps=keeps, **draws),
+        "rows": found,
+        "policy_against": policy_against(values, found, **draws),
         "seconds": times,
-    }  # fmt: skip
+    }
 
 
 def _totalled(
@@ -122,24 +136,18 @@ def _totalled(
     every: list[Batch],
     *,
     methods: dict[str, baselines.Scorer],
-    keeps: Sequence[float],
-    reconstruct: bool,
-    seed: int,
+    options: EvaluationOptions,
     progress: Callable[[int, int], None] | None,
 ) -> "_Totals":
-    """Return every measure of every method at every budget, and of the full context.
-
-    The measures are summed by document.
-    """
+    """Return every measure of every method at every budget, and of the full context, summed by document."""
     totals = _Totals(num_documents=1 + max(int(batch.documents.max()) for batch in every))
     for done, batch in enumerate(every, start=1):
         totals.add(*_FULL, batch, full_context(subject, batch))
         for name, scorer in methods.items():
-            with torch.no_grad():
-                scores = scorer(batch.ids, batch.mask)
-            for keep in keeps:
-                chosen = top_k(scores, mask=batch.mask, keep=keep, seed=seed)
-                totals.add(name, keep, batch, measure(subject, batch, keep=chosen, reconstruct=reconstruct))
+            scores = scorer(batch.ids, batch.mask)
+            for keep in options.keeps:
+                chosen = top_k(scores, mask=batch.mask, keep=keep, seed=options.seed)
+                totals.add(name, keep, batch, measure(subject, batch, keep=chosen, reconstruct=options.reconstruct))
         if progress is not None:
             progress(done, len(every))
     return totals
@@ -148,17 +156,14 @@ def _totalled(
 def _language_model(
     totals: "_Totals", pieces: list[Piece], *, corpus: list[list[int]], vocabulary: int
 ) -> dict[str, Any]:
-    """Return the perplexities of the surprisal baseline's model and of a trigram model.
-
-    Both are measured on the same tokens.
-    """
+    """Return the perplexities of the surprisal baseline's model and of a trigram model on the same tokens."""
     trigram = NGram([(np.array(ids), np.array(ids)) for ids in corpus], vocab_size=vocabulary, order=3)
     judged = [(np.array(piece.ids), np.array([-100, *piece.ids[1:]])) for piece in pieces]
     following = totals.means()[*_FULL, "continuation_cross_entropy"]
     return {
-        "perplexity": _exp(totals.overall(*_FULL, "text_cross_entropy")),
+        "perplexity": exponential(totals.overall(*_FULL, "text_cross_entropy")),
         "trigram_perplexity": perplexity(trigram, judged),
-        "full_context_continuation_perplexity": _exp(float(np.nanmean(following))),
+        "full_context_continuation_perplexity": exponential(float(np.nanmean(following))),
     }
 
 
@@ -174,7 +179,7 @@ class _Totals:
             for place, added in enumerate((terms.sums, terms.counts)):
                 table[place] += np.bincount(batch.documents, weights=added, minlength=table.shape[1])
 
-    def means(self) -> _Values:
+    def means(self) -> Values:
         """Return each document's mean, NaN without a term."""
         return {key: np.where(n > 0, total / np.maximum(n, 1), np.nan) for key, (total, n) in self._sums.items()}
 
@@ -182,72 +187,3 @@ class _Totals:
         """Return the mean over all terms of all documents."""
         total, count = self._sums[method, keep, name].sum(1)
         return float(total / count)
-
-
-def _row(values: _Values, *, method: str, keep: float, resamples: int, seed: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"method": method, "keep": keep}
-    for name in MEASURES:
-        if (method, keep, name) in values:
-            row[name] = asdict(estimate(values[method, keep, name], resamples=resamples, seed=seed))
-    nats: dict[str, Any] = row["continuation_cross_entropy"]
-    row["continuation_perplexity"] = {end: _exp(nats[end]) for end in ("mean", "low", "high")}
-    return row
-
-
-def _against(
-    values: _Values,
-    rows: list[dict[str, Any]],
-    *,
-    names: list[str],
-    keeps: Sequence[float],
-    resamples: int,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """Compare the policy with each baseline.
-
-    `intervals` names the better method if the intervals are disjoint.
-    """
-    found = {(row["method"], row["keep"]): row for row in rows}
-    compared = []
-    for method in names:
-        for keep in keeps:
-            for name in _COMPARED:
-                if name not in found[method, keep]:
-                    continue
-                result: Comparison = compare(
-                    values["policy", keep, name], values[method, keep, name], resamples=resamples, seed=seed
-                )
-                verdict = _verdict(
-                    Estimate(**found["policy", keep][name]), Estimate(**found[method, keep][name]), measure=name
-                )
-                compared.append(
-                    {"baseline": method, "keep": keep, "measure": name, **asdict(result), "intervals": verdict}
-                )
-    return compared
-
-
-def _verdict(policy: Estimate, baseline: Estimate, *, measure: str) -> str:
-    if policy.low is None or policy.high is None or baseline.low is None or baseline.high is None:
-        return "unknown"
-    if policy.low <= baseline.high and baseline.low <= policy.high:
-        return "overlap"
-    return "policy" if (policy.mean > baseline.mean) == (measure in _HIGHER_IS_BETTER) else "baseline"
-
-
-@torch.no_grad()
-def _vocabulary(subject: Subject, batch: Batch) -> int:
-    return subject.next_logits(batch.ids[:1], batch.mask[:1]).shape[-1]
-
-
-@contextlib.contextmanager
-def _evaluating(subject: Subject) -> Iterator[None]:
-    was_training = subject.training
-    subject.train(False)
-    try:
-        yield
-    finally:
-        subject.train(was_training)
-
-
-def _exp(nats: float | None) -> float | None:
-    return None if nats is None else math.exp(min(nats, 700.0))  # exp(710) overflows a float

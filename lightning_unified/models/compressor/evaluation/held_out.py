@@ -36,11 +36,7 @@ def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def require_described(settings: Mapping[str, Any]) -> None:
-    """Raise for settings that do not define a held-out side.
-
-    Raises:
-        ValueError: With the missing setting.
-    """
+    """Raise a ValueError that names what settings lack to define a held-out side."""
     missing = [name for name in _NEEDED if settings.get(name) is None]
     if missing:
         raise ValueError(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_unified.models.compressor.evaluation.pieces import Batch
+from lightning_unified.models.compressor.evaluation.pieces import Batch, pad_rows
 from lightning_unified.models.compressor.evaluation.reconstruction import greedy, rouge_l
 from lightning_unified.models.compressor.evaluation.subject import Subject
 
@@ -26,7 +26,7 @@ class Sums:
 
 @torch.no_grad()
 def measure(subject: Subject, batch: Batch, *, keep: Tensor, reconstruct: bool = True) -> dict[str, Sums]:
-    """Return every measure of one choice of tokens.
+    """Return every measure of one choice of tokens `keep` (B, T) bool.
 
     - `dropped_cross_entropy`: nats per dropped token, predicted from the kept tokens.
     - `continuation_cross_entropy`: nats per token of the continuation after the kept tokens; its exponential is the
@@ -34,14 +34,7 @@ def measure(subject: Subject, batch: Batch, *, keep: Tensor, reconstruct: bool =
     - `rouge_l`: of the greedy reconstruction against the text.
     - `kept_ratio`: kept tokens over real tokens.
 
-    Shapes:
-        `keep` (B, T) bool.
-
-    Args:
-        subject: In eval mode.
-        batch: The pieces.
-        keep: Whether each token stays.
-        reconstruct: Whether to write texts for ROUGE-L, the slowest part.
+    The subject must be in eval mode. `reconstruct` tells whether to write texts for ROUGE-L, the slowest part.
     """
     dropped, ids = batch.mask & ~keep, batch.ids
     logits = subject.reconstruct(ids, keep, batch.mask)
@@ -75,14 +68,12 @@ def full_context(subject: Subject, batch: Batch) -> dict[str, Sums]:
             batch.ids, batch.mask, batch.continuation, batch.continuation_mask, strict=True
         )
     ]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    prefix, whole = batch.mask.sum(1, keepdim=True), torch.tensor([[len(row)] for row in rows], device=ids.device)
-    places = torch.arange(ids.shape[1], device=ids.device)
-    logits = subject.next_logits(ids, places < whole)[:, :-1]
-    target, places = ids[:, 1:], places[1:]
+    ids, mask = pad_rows(rows)
+    logits, target = subject.next_logits(ids, mask)[:, :-1], ids[:, 1:]
+    is_text = torch.arange(1, ids.shape[1], device=ids.device) < batch.mask.sum(1, keepdim=True)
     return {
-        "continuation_cross_entropy": _cross_entropy(logits, target, scored=(places >= prefix) & (places < whole)),
-        "text_cross_entropy": _cross_entropy(logits, target, scored=places < prefix),
+        "continuation_cross_entropy": _cross_entropy(logits, target, scored=mask[:, 1:] & ~is_text),
+        "text_cross_entropy": _cross_entropy(logits, target, scored=is_text),
     }
 
 

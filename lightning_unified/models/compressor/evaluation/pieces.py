@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_unified.models.compressor.evaluation.subject import Encoder
 
-__all__ = ["SHORTEST_PIECE", "Batch", "Piece", "batches", "cut"]
+__all__ = ["SHORTEST_PIECE", "Batch", "Piece", "batches", "divide", "pad_rows"]
 
 SHORTEST_PIECE = 20  # tokens: with fewer, budgets of .9 and 1 are equal, and a continuation is one word
 
@@ -44,7 +44,7 @@ class Batch:
     documents: np.ndarray
 
 
-def cut(texts: Sequence[str], *, encoder: Encoder, length: int, continuation: int, per_document: int) -> list[Piece]:
+def divide(texts: Sequence[str], *, encoder: Encoder, length: int, continuation: int, per_document: int) -> list[Piece]:
     """Return the pieces of each text, at even distances through it, none overlapping another.
 
     Args:
@@ -85,8 +85,8 @@ def batches(pieces: Sequence[Piece], *, size: int, device: torch.device | str = 
     ordered = sorted(pieces, key=lambda piece: (len(piece.ids), piece.document))
     for start in range(0, len(ordered), size):
         part = ordered[start : start + size]
-        ids, mask = _padded([piece.ids for piece in part], device=device)
-        continuation, continuation_mask = _padded([piece.continuation for piece in part], device=device)
+        ids, mask = pad_rows([torch.tensor(piece.ids, device=device) for piece in part])
+        continuation, continuation_mask = pad_rows([torch.tensor(piece.continuation, device=device) for piece in part])
         yield Batch(
             ids=ids,
             mask=mask,
@@ -96,8 +96,8 @@ def batches(pieces: Sequence[Piece], *, size: int, device: torch.device | str = 
         )
 
 
-def _padded(rows: Sequence[Sequence[int]], *, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    return ids, torch.arange(width, device=device) < lengths[:, None]
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the ids (B, T) of rows of tokens, padded at the right with 0, and their mask (B, T)."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+    return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]

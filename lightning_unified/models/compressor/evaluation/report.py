@@ -1,12 +1,13 @@
 """Show an evaluation record: tables for a terminal, and rate-distortion curves as a PNG."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-__all__ = ["plot", "tables"]
+__all__ = ["plot", "tables", "write_record"]
 
 _SHOWN = (
     ("dropped_cross_entropy", "Cross-entropy of dropped tokens, nats per token (lower is better)"),
@@ -18,10 +19,7 @@ _MARKS = {"policy": " ▲", "baseline": " ▼", "overlap": "", "unknown": ""}
 
 
 def tables(record: dict[str, Any]) -> list[Table]:
-    """Return a record's tables.
-
-    ▲ and ▼ mark baselines that the policy clearly beats or loses to.
-    """
+    """Return a record's tables; ▲ and ▼ mark baselines that the policy clearly beats or loses to."""
     keeps: Sequence[float] = record["settings"]["keeps"]
     cells = {(row["method"], row["keep"]): row for row in record["rows"]}
     verdicts = {(row["baseline"], row["keep"], row["measure"]): row["intervals"] for row in record["policy_against"]}
@@ -66,15 +64,15 @@ _PANELS = (
     ("continuation_perplexity", "perplexity of the continuation\n(dotted: after the full text)"),
     ("rouge_l", "ROUGE-L of the reconstruction"),
 )
-_COLOURS = (
-    "#0072b2",
-    "#999999",
-    "#e69f00",
-    "#56b4e9",
-    "#cc79a7",
-    "#009e73",
-    "#d55e00",
-)  # distinguishable for colour-blind readers
+# distinguishable for colour-blind readers
+_COLOURS = ("#0072b2", "#999999", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00")
+
+
+def write_record(record: dict[str, Any], folder: Path, *, name: str) -> None:
+    """Write a record as `name`.json and its plot as `name`.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    plot(record, folder / f"{name}.png")
 
 
 def plot(record: dict[str, Any], path: str | Path) -> Path:
@@ -100,10 +98,9 @@ def plot(record: dict[str, Any], path: str | Path) -> Path:
         for place, (method, rows) in enumerate(_curves(record).items()):
             centre, below, above = _points(rows, name)
             is_policy = method == "policy"
+            shifted = [row["keep"] + (place - 3) * 0.004 for row in rows]  # so that intervals do not overlap
             axes.errorbar(
-                [
-                    row["keep"] + (place - 3) * 0.004 for row in rows
-                ],  # shifted, so that intervals do not overlap in the plot
+                shifted,
                 centre,
                 yerr=[below, above],
                 label=method.replace("_", " "),

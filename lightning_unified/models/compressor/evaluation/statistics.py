@@ -1,10 +1,31 @@
-"""Bootstrap intervals over documents, and paired comparisons on the same documents."""
+"""Bootstrap intervals over documents, paired comparisons on the same documents, and the rows of a record."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-__all__ = ["CONFIDENCE", "Comparison", "Estimate", "compare", "estimate"]
+from lightning_unified.models.compressor.evaluation.measures import MEASURES
+
+__all__ = [
+    "CONFIDENCE",
+    "Comparison",
+    "Estimate",
+    "Values",
+    "compare",
+    "estimate",
+    "exponential",
+    "policy_against",
+    "rows",
+]
+
+Values = Mapping[tuple[str, float, str], np.ndarray]
+"""One value a document, by method, budget and measure; NaN where there is none."""
+
+_COMPARED = ("dropped_cross_entropy", "continuation_cross_entropy", "rouge_l")
+_HIGHER_IS_BETTER = {"rouge_l"}
 
 CONFIDENCE = 0.95
 _BLOCK = 250  # resamples in a chunk, since 2,000 over thousands of documents take much memory
@@ -94,6 +115,56 @@ def compare(first: np.ndarray, second: np.ndarray, *, resamples: int = 2000, see
     return Comparison(
         difference=estimate(differences, resamples=resamples, seed=seed), p_value=(1 + as_large) / (1 + resamples)
     )
+
+
+def rows(
+    values: Values, *, methods: Sequence[str], keeps: Sequence[float], resamples: int, seed: int
+) -> list[dict[str, Any]]:
+    """Return each method's estimates at each budget as plain data."""
+    found = []
+    for method in methods:
+        for keep in keeps:
+            row: dict[str, Any] = {"method": method, "keep": keep}
+            for name in MEASURES:
+                if (method, keep, name) in values:
+                    row[name] = asdict(estimate(values[method, keep, name], resamples=resamples, seed=seed))
+            nats: dict[str, Any] = row["continuation_cross_entropy"]
+            row["continuation_perplexity"] = {end: exponential(nats[end]) for end in ("mean", "low", "high")}
+            found.append(row)
+    return found
+
+
+def policy_against(
+    values: Values, rows: Sequence[Mapping[str, Any]], *, resamples: int, seed: int
+) -> list[dict[str, Any]]:
+    """Compare the policy with each baseline in `rows`, as plain data.
+
+    `intervals` names the better method if the intervals are disjoint.
+    """
+    policies = {row["keep"]: row for row in rows if row["method"] == "policy"}
+    found = []
+    for row in rows:
+        method, keep = row["method"], row["keep"]
+        for name in _COMPARED:
+            if method == "policy" or name not in row:
+                continue
+            result = compare(values["policy", keep, name], values[method, keep, name], resamples=resamples, seed=seed)
+            verdict = _verdict(policies[keep][name], row[name], measure=name)
+            found.append({"baseline": method, "keep": keep, "measure": name, **asdict(result), "intervals": verdict})
+    return found
+
+
+def exponential(nats: float | None) -> float | None:
+    """Return the perplexity of a cross-entropy, at most exp(700): exp(710) overflows a float."""
+    return None if nats is None else math.exp(min(nats, 700.0))
+
+
+def _verdict(policy: Mapping[str, Any], baseline: Mapping[str, Any], *, measure: str) -> str:
+    if None in (policy["low"], policy["high"], baseline["low"], baseline["high"]):
+        return "unknown"
+    if policy["low"] <= baseline["high"] and baseline["low"] <= policy["high"]:
+        return "overlap"
+    return "policy" if (policy["mean"] > baseline["mean"]) == (measure in _HIGHER_IS_BETTER) else "baseline"
 
 
 def _known(values: np.ndarray) -> np.ndarray:

@@ -1,12 +1,14 @@
 """The interface of an evaluated compressor, and the tokens it keeps for a budget."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Encoder", "Subject", "check_keep", "kept_tokens", "require_trained", "top_k"]
+__all__ = ["Encoder", "Subject", "check_keep", "evaluating", "kept_tokens", "require_trained", "top_k"]
 
 
 class Encoder(Protocol):
@@ -39,6 +41,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def text_length(self) -> int:
+        """The longest text with trained positions, in tokens."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         ...
@@ -52,10 +59,7 @@ class Subject(Protocol):
         ...
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of every original token.
-
-        Each token is predicted from the kept tokens and the original tokens before it.
-        """
+        """Return the logits (B, T, V) of every token, predicted from the kept tokens and the tokens before it."""
         ...
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -65,10 +69,7 @@ class Subject(Protocol):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the logits (B, U, V) of the continuation's tokens.
-
-        Each token is predicted from the kept tokens and the continuation before it.
-        """
+        """Return the logits (B, U, V) of the continuation, predicted from the kept tokens and the tokens before it."""
         ...
 
 
@@ -89,12 +90,20 @@ def require_trained(subject: Subject) -> Encoder:
     return subject.tokenizer
 
 
-def check_keep(keep: float) -> float:
-    """Return `keep`.
+@contextmanager
+def evaluating(subject: Subject) -> Iterator[None]:
+    """Put a subject in eval mode without gradients; restore its mode afterwards."""
+    was_training = subject.training
+    subject.train(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        subject.train(was_training)
 
-    Raises:
-        ValueError: If it is not a share of the tokens.
-    """
+
+def check_keep(keep: float) -> float:
+    """Return `keep`; raise a ValueError if it is not a share of the tokens."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep={keep!r} is not a share of the tokens; give a number above 0, at most 1, as in 0.5.")
     return float(keep)
@@ -106,18 +115,18 @@ def kept_tokens(count: int, *, keep: float) -> int:
 
 
 def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor:
-    """Return which tokens stay: in each row the `kept_tokens` of highest score.
+    """Return which tokens stay (B, T) bool, where `mask` is: in each row the `kept_tokens` of highest score.
 
     Draws that depend on the seed and the position alone order equal scores. A row's tokens are therefore the same in any batch.
     Without these draws, a method with many equal scores would always keep a prefix.
 
     Shapes:
-        `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept -> (B, T) bool, where `mask` is.
+        `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept.
 
     Raises:
         ValueError: If a token's score is NaN, or `keep` is not a share.
     """
-    # ordered on the host: float64 and stable sorts are not to be had on every device
+    # sorted on the host: not every device has float64 and stable sorts
     real, values = mask.cpu(), scores.detach().cpu().double()
     if bool(torch.isnan(values[real]).any()):
         raise ValueError("a token's score is NaN; a budget needs scores that can be ordered.")

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,17 +35,18 @@ def seconds(
     """
     if not repeats:
         return []
-    ways: dict[str, Callable[[], object]] = {"full": lambda: subject.next_logits(ids, mask)}
+
+    def compressed(keep: float) -> tuple[Tensor, Tensor]:
+        return squeeze(ids, keep=top_k(subject.keep_logits(ids, mask), mask=mask, keep=keep))
+
+    variants: dict[str, Callable[[], object]] = {"full": partial(subject.next_logits, ids, mask)}
     for keep in keeps:
-        short, short_mask = squeeze(ids, keep=top_k(subject.keep_logits(ids, mask), mask=mask, keep=keep))
-        ways[f"policy {keep}"] = lambda keep=keep: squeeze(
-            ids, keep=top_k(subject.keep_logits(ids, mask), mask=mask, keep=keep)
-        )
-        ways[f"lm {keep}"] = lambda short=short, short_mask=short_mask: subject.next_logits(short, short_mask)
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+        variants[f"policy {keep}"] = partial(compressed, keep)
+        variants[f"lm {keep}"] = partial(subject.next_logits, *compressed(keep))
+    taken: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats + 1):
-        for name, way in ways.items():
-            taken[name].append(_seconds(way, device=ids.device))
+        for name, variant in variants.items():
+            taken[name].append(_seconds(variant, device=ids.device))
     median = {name: statistics.median(times[1:]) for name, times in taken.items()}
     return [
         {
@@ -66,10 +68,10 @@ def squeeze(ids: Tensor, *, keep: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order).masked_fill(~mask, 0), mask
 
 
-def _seconds(way: Callable[[], object], *, device: torch.device) -> float:
+def _seconds(variant: Callable[[], object], *, device: torch.device) -> float:
     _wait(device)
     begun = time.perf_counter()
-    way()
+    variant()
     _wait(device)
     return time.perf_counter() - begun
 

@@ -1,7 +1,4 @@
-"""Load a trained compressor from a file, or raise an error.
-
-These functions never return an untrained policy.
-"""
+"""Load a trained compressor from a file; an untrained one is an error."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,15 +6,13 @@ from typing import Any
 
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.compressor.module import Compressor
-from lightning_unified.models.plain_checkpoint import read_trained
+from lightning_unified.models.plain_checkpoint import load_weights, read_trained
 
 __all__ = ["load", "read"]
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return a compressor's checkpoint as plain data.
-
-    `weights_only=True` prevents a file from running code here.
+    """Return a compressor's checkpoint as plain data, without running code from the file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -40,24 +35,17 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
         RuntimeError: As for `read`; or if weights and sizes do not belong together, or there is no tokenizer.
     """
     saved = read(path)
-    module = Compressor(
-        **{**saved["hyper_parameters"], **_sizes(saved["compressor"]["config"]), "load_pretrained": False}
-    )
+    sizes = _sizes(saved["compressor"]["config"])
+    module = Compressor(**{**saved["hyper_parameters"], **sizes, "load_pretrained": False})
     module.on_load_checkpoint(saved)
     if module.tokenizer is None:
         raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
-    try:
-        module.load_state_dict(saved["state_dict"])
-    except RuntimeError as error:
-        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    load_weights(module, saved["state_dict"], path=path)
     return module.to(inference_device(device)).eval()
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Compressor` that give these sizes.
-
-    A pretrained reader has its own sizes, so they are left out.
-    """
+    """Return the arguments of `Compressor` that give these sizes; a pretrained reader has its own."""
     policy = config["policy"]
     sizes = {"text_length": policy["positions"], "window": policy["window"], "reading": config["reading"]}
     return sizes if config["pretrained"] else {**config["reader"], **sizes}

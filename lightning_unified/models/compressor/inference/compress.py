@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_unified.models.compressor.evaluation.subject import check_keep, require_trained, top_k
+from lightning_unified.models.compressor.evaluation.pieces import pad_rows
+from lightning_unified.models.compressor.evaluation.subject import check_keep, evaluating, require_trained, top_k
 from lightning_unified.models.compressor.inference.checkpoint import load
 from lightning_unified.models.compressor.module import Compressor
 
@@ -84,22 +85,15 @@ def compress(
     return Compression(text=encoder.decode(rest), ids=rest, kept=kept, original_ids=list(ids), keep=keep)
 
 
-@torch.no_grad()
 def _scores(module: Compressor, ids: Sequence[int]) -> Tensor:
     """Return the policy's scores (N,), on the host.
 
     All windows have nearly the same length, so that no window is a short rest.
     """
-    longest = module.text_length
-    windows = list(torch.tensor(ids).tensor_split(-(-len(ids) // longest)))
-    was_training = module.training
-    module.eval()
+    windows = torch.tensor(ids, device=module.device).tensor_split(-(-len(ids) // module.text_length))
     found = []
-    for start in range(0, len(windows), _ROWS):
-        part = windows[start : start + _ROWS]
-        rows = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(module.device)
-        lengths = torch.tensor([len(window) for window in part], device=module.device)
-        mask = torch.arange(rows.shape[1], device=module.device) < lengths[:, None]
-        found.append(module.keep_logits(rows, mask)[mask].float().cpu())
-    module.train(was_training)
+    with evaluating(module):
+        for start in range(0, len(windows), _ROWS):
+            rows, mask = pad_rows(windows[start : start + _ROWS])
+            found.append(module.keep_logits(rows, mask)[mask].float().cpu())
     return torch.cat(found)

@@ -1,7 +1,4 @@
-"""Show a compressed text in a terminal or as one HTML file.
-
-Colours mark kept and dropped tokens.
-"""
+"""Show a compressed text in a terminal or as one HTML file: colours mark kept and dropped tokens."""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -30,9 +27,7 @@ del {{ color: #a33; opacity: .55; }}
 
 
 def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> list[tuple[str, bool]]:
-    """Return the text in runs of tokens that were all kept or all dropped.
-
-    The joined runs are the text of `ids`.
+    """Return the text of `ids` in runs of tokens that were all kept or all dropped.
 
     A character that several tokens share is never torn: it counts as kept if any of them was.
     """
@@ -46,31 +41,20 @@ def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> l
 
 
 def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> Text:
-    """Return the text for `rich.print`.
-
-    Kept tokens are bold and green; dropped tokens are dim, red and struck through.
-    """
+    """Return the text for `rich.print`: kept tokens bold and green, dropped ones dim, red and struck through."""
     shown = Text()
     for text, flag in segments(encoder, ids, kept=kept):
         shown.append(text, style="bold green" if flag else "dim red strike")
     return shown
 
 
-def page(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool], title: str | None = None) -> str:
-    """Return one self-contained HTML page: kept tokens marked, dropped tokens struck through.
-
-    Args:
-        encoder: Gives the texts of tokens.
-        ids: All tokens.
-        kept: Which of them stay.
-        title: By default how many do.
-    """
-    count = f"{sum(kept)} of {len(ids)} tokens kept"
+def page(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> str:
+    """Return one self-contained HTML page: kept tokens marked, dropped tokens struck through."""
     tags = {True: "mark", False: "del"}
     body = "".join(
         f"<{tags[flag]}>{html.escape(text)}</{tags[flag]}>" for text, flag in segments(encoder, ids, kept=kept)
     )
-    return _PAGE.format(title=html.escape(title or count), body=body)
+    return _PAGE.format(title=f"{sum(kept)} of {len(ids)} tokens kept", body=body)
 
 
 def _characters(encoder: Encoder, ids: Sequence[int], kept: Sequence[bool]) -> Iterator[tuple[str, bool]]:

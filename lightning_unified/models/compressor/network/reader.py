@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.compressor.presets import ReaderConfig
+from lightning_unified.models.decoder_sizes import DecoderSizes, check_parameters
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
 
 __all__ = ["Reader"]
@@ -22,7 +22,7 @@ _INITIAL_STD = 0.02
 
 
 class _Block(nn.Module):
-    def __init__(self, config: ReaderConfig) -> None:
+    def __init__(self, config: DecoderSizes) -> None:
         super().__init__()
         self.heads = config.heads
         self.ln_attention = nn.LayerNorm(config.width, eps=1e-5)
@@ -55,7 +55,7 @@ class Reader(nn.Module):
         RuntimeError: If the number of parameters differs from the configuration's.
     """
 
-    def __init__(self, config: ReaderConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: DecoderSizes, *, recompute: bool = False) -> None:
         super().__init__()
         self.config, self.recompute = config, recompute
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
@@ -64,9 +64,7 @@ class Reader(nn.Module):
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
         self.ln_final = nn.LayerNorm(config.width, eps=1e-5)
         self._initialise()
-        built = sum(parameter.numel() for parameter in self.parameters())
-        if built != config.parameters:
-            raise RuntimeError(f"built {built:,} parameters where the configuration states {config.parameters:,}.")
+        check_parameters(self, stated=config.parameters)
 
     @torch.no_grad()
     def _initialise(self) -> None:
@@ -74,9 +72,8 @@ class Reader(nn.Module):
         into_stream = _INITIAL_STD / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(
-                    module.weight, std=into_stream if name.endswith(("projection", "outer")) else _INITIAL_STD
-                )
+                is_projection = name.endswith(("projection", "outer"))
+                nn.init.normal_(module.weight, std=into_stream if is_projection else _INITIAL_STD)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 

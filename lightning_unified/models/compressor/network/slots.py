@@ -36,11 +36,7 @@ class Layout:
 
 
 def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
-    """Return the slots, with all slots that are not `real` moved to the end.
-
-    Shapes:
-        embeddings (B, S, D); real (B, S) bool.
-    """
+    """Return the slots (B, S, D), with all slots that are not `real` (B, S) bool moved to the end."""
     ahead, behind = real.cumsum(1), (~real).cumsum(1)
     places = torch.where(real, ahead, ahead[:, -1:] + behind) - 1
     index = places.unsqueeze(-1).expand_as(embeddings)
@@ -48,9 +44,7 @@ def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
 
 
 def gated(embeddings: Tensor, *, gates: Tensor, mask_embedding: Tensor) -> Tensor:
-    """Return `m e + (1 - m) e_mask`.
-
-    It is the embedding where the gate is 1, and the mask's embedding where the gate is 0.
+    """Return `m e + (1 - m) e_mask`: the embedding where the gate is 1, the mask's embedding where it is 0.
 
     Shapes:
         embeddings (..., D), gates (...), mask_embedding (D).
@@ -61,11 +55,10 @@ def gated(embeddings: Tensor, *, gates: Tensor, mask_embedding: Tensor) -> Tenso
 def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_real: Tensor, separator: Tensor) -> Layout:
     """Return the layout [first][separator][`second` without its last token].
 
-    The slots from the separator on predict `second`.
+    The slots from the separator on predict `second`; they are the last U of the original order.
 
     Shapes:
-        first (B, T, D), second (B, U, D), first_real (B, T), second_real (B, U), separator (D). The slots that predict `second`
-        are the last U of the original order.
+        first (B, T, D), second (B, U, D), first_real (B, T), second_real (B, U), separator (D).
     """
     B, _, D = second.shape
     between = separator.to(first.dtype).expand(B, 1, D)
@@ -74,9 +67,7 @@ def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_rea
 
 
 def with_separator(embeddings: Tensor, *, keep: Tensor, mask: Tensor, starts: Tensor, separator: Tensor) -> Layout:
-    """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on].
-
-    The layout leaves out the last token.
+    """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on without the last one].
 
     The slot t of the original order predicts token t, from `starts` on.
 

@@ -21,21 +21,13 @@ def binary_entropy(logits: Tensor) -> Tensor:
 
 
 def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
-    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T).
-
-    Pads do not count.
-    """
+    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T), without pads."""
     signs = keep.to(logits.dtype) * 2 - 1
     return (functional.logsigmoid(signs * logits.unsqueeze(1)) * mask.unsqueeze(1)).sum(-1)
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Return each reward minus the mean reward of the text's other masks.
-
-    This is the leave-one-out baseline.
-
-    Shapes:
-        rewards and result (B, K), K of 2 or more.
+    """Return each reward (B, K) minus the mean of the text's other K - 1, the leave-one-out baseline; K is 2 or more.
 
     Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!", eq. 8.
     """
@@ -44,9 +36,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor) -> Tensor:
-    """Return a term (B) for the gradient of each text's expected distortion per token.
-
-    The term's gradient estimates the gradient of the distortion.
+    """Return a term (B) whose gradient estimates that of each text's expected distortion per token.
 
     The reward is detached: no gradient flows into its computation.
 
@@ -61,9 +51,6 @@ def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor)
 
 
 def rate_terms(logits: Tensor, *, mask: Tensor, price: Tensor, entropy_weight: float) -> Tensor:
-    """Return price * E[tokens kept] - entropy_weight * entropy, summed by text (B).
-
-    The value is exact, not sampled.
-    """
+    """Return price * E[tokens kept] - entropy_weight * entropy, summed by text (B): exact, not sampled."""
     terms = price * torch.sigmoid(logits) - entropy_weight * binary_entropy(logits)
     return (terms * mask).sum(1)

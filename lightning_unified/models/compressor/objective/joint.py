@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_unified.models.choices import check_numbers
 from lightning_unified.models.compressor.network.codec import Codec, keep_top
 from lightning_unified.models.compressor.objective import estimators as objectives
 from lightning_unified.nn.relaxed_bernoulli import hard_bernoulli, relaxed_bernoulli
@@ -38,11 +39,10 @@ class JointLoss:
         if self.masks < least:
             why = ": the others of a text are each one's baseline" if least > 1 else ""
             raise ValueError(f"masks={self.masks}; objective={self.objective} needs at least {least}{why}.")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0, as in 0.5.")
-        for name in ("entropy_weight", "budget_range", "kept_weight", "language_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} may not be below 0.")
+        weights = ("entropy_weight", "budget_range", "kept_weight", "language_weight")
+        check_numbers(
+            positive={"temperature": self.temperature}, not_negative={name: getattr(self, name) for name in weights}
+        )
 
     @property
     def soft_masks(self) -> int:
@@ -85,7 +85,7 @@ class JointLoss:
         """Return the loss of some rows of a prepared batch, and figures of each row.
 
         Returns:
-            Scalars that add up over parts: `loss`, `distortion` and `language` (nats per scored token). Figures of each row (B):
+            Scalars that add up over micro-batches: `loss`, `distortion` and `language` (nats per scored token). Figures of each row (B):
             `kept` (expected), `tokens`, `spread` (standard deviation of its keep probabilities) and `texts` (1, or 0 for pads).
         """
         embeddings = codec.reader.embed(batch["input_ids"])
@@ -135,11 +135,10 @@ class JointLoss:
 
     @torch.no_grad()
     def validate(self, codec: Codec, batch: Mapping[str, Tensor], *, ratio: float) -> Tensor:
-        """Return a batch's sums: losses and their terms, tokens kept, and tokens.
+        """Return a batch's sums (6): loss, its terms, language loss, its terms, tokens kept, and tokens.
 
-        The loss is measured at exactly `ratio` kept. The language loss is returned with its own number of terms.
-
-        The loss covers dropped tokens only, or the continuation. Tokens with a probability above 1/2 count as kept.
+        The loss covers dropped tokens only, or the continuation, at exactly the share `ratio` kept. Tokens with a probability above
+        1/2 count as kept.
         """
         ids, mask = batch["input_ids"], batch["mask"]
         embeddings = codec.reader.embed(ids)
@@ -175,9 +174,8 @@ class JointLoss:
     def _rate(self, batch: Mapping[str, Tensor], *, logits: Tensor, price: Tensor) -> Tensor:
         mask = batch["mask"]
         rate = objectives.rate_terms(logits, mask=mask, price=price, entropy_weight=self.entropy_weight)
-        if (
-            self.objective == "relaxed"
-        ):  # the policy gets the soft masks' share of the distortion, so its price has the same share
+        if self.objective == "relaxed":
+            # the policy gets the soft masks' share of the distortion, so its price has the same share
             return rate.sum() / batch["total_tokens"].clamp(min=1) * (self.soft_masks / self.masks)
         return (rate / mask.sum(1).clamp(min=1)).sum() / batch["total_texts"].clamp(min=1)
 
@@ -195,10 +193,5 @@ def _rows(logits: Tensor, mask: Tensor) -> dict[str, Tensor]:
     kept, tokens = chance.sum(1), mask.sum(1)
     mean = kept / tokens.clamp(min=1)
     variance = ((chance - mean.unsqueeze(1)).square() * mask).sum(1) / tokens.clamp(min=1)
-    texts = mask.any(1)
-    return {
-        "kept": kept,
-        "tokens": tokens.to(kept.dtype),
-        "spread": variance.sqrt(),
-        "texts": texts.to(kept.dtype),
-    }
+    counts = {"tokens": tokens.to(kept.dtype), "texts": mask.any(1).to(kept.dtype)}
+    return {"kept": kept, "spread": variance.sqrt(), **counts}

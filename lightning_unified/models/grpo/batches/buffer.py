@@ -1,7 +1,4 @@
-"""A loader that repeats each batch of prompts.
-
-Several optimizer steps then train on the same completions.
-"""
+"""A loader that repeats batches of prompts, for several steps on the same completions."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -21,11 +18,9 @@ class _Loader(Protocol):
 class RolloutBuffer:
     """Repeat each batch of prompts `inner_iterations` times.
 
-    The key "iteration" (0-dim int64) numbers the repetitions.
-
-    `GRPO.prepare_batch` samples completions for number 0 and returns the same completions for the other numbers. It runs on the
-    device, in the run's precision, and once even if a step is repeated. Supervised batches, which have no prompts, come once.
-    Lightning saves the loader's place in its checkpoints.
+    The key "iteration" (0-dim int64) numbers the repetitions. `GRPO.prepare_batch` samples completions for number 0 and returns the
+    same completions for the other numbers. It runs on the device, in the run's precision, and once even if a step is repeated.
+    Supervised batches, which have no prompts, come once. Lightning saves the loader's place in its checkpoints.
 
     Args:
         loader: Loader of dicts of tensors; its own place is saved if it has one. Its attribute `supervised_batches`, if any, is

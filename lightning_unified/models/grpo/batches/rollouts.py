@@ -6,34 +6,25 @@ are nearly all right or nearly all wrong).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_unified.models.grpo.batches.sequences import completed
+from lightning_unified.models.grpo.rollout import Completions
 from lightning_unified.models.grpo.task import Task
 
-__all__ = ["Sampled", "Sampling", "group_advantages", "groups_that_tell", "judged", "prepared"]
+__all__ = ["group_advantages", "informative_groups", "prepared", "rewards_of"]
 
 _EPSILON = 1e-4  # keeps the quotient finite, as in common implementations
 _SAME = 1e-6  # judgement: smaller differences within a group are rounding
 
 
 def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none", "group"] = "none") -> Tensor:
-    """Return rewards minus their group's mean.
+    """Return the advantages (P * G): rewards (P * G) minus their group's mean.
 
-    The difference may be divided by the group's standard deviation.
-
-    The divisor is the sample standard deviation plus 1e-4.
-
-    Args:
-        rewards: (P * G), G for each prompt in a row.
-        group_size: G, 2 or more.
-        scale: "none" or "group".
-
-    Returns:
-        (P * G).
+    With `scale` "group", they are divided by the group's sample standard deviation plus 1e-4.
     """
     groups = rewards.unflatten(0, (-1, group_size))
     centred = groups - groups.mean(1, keepdim=True)
@@ -42,63 +33,16 @@ def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none",
     return centred.flatten()
 
 
-def groups_that_tell(rewards: Tensor, *, group_size: int) -> Tensor:
-    """Return (P) bool: the groups whose rewards differ; other groups have zero advantages.
-
-    Args:
-        rewards: (P * G), G for each prompt in a row.
-        group_size: G.
-    """
+def informative_groups(rewards: Tensor, *, group_size: int) -> Tensor:
+    """Return (P) bool: the groups whose rewards (P * G) differ; others have zero advantages."""
     groups = rewards.unflatten(0, (-1, group_size))
     return groups.amax(1) - groups.amin(1) > _SAME
 
 
-class Sampled(Protocol):
-    """Completions, as in `rollout.Completions`: N = P * G rows of T tokens.
-
-    The G rows of one prompt are adjacent.
-    """
-
-    @property
-    def ids(self) -> Tensor:
-        """(N, T) int64."""
-        ...
-
-    @property
-    def mask(self) -> Tensor:
-        """(N, T) bool, the completion's tokens, the ending one included."""
-        ...
-
-    @property
-    def log_probs(self) -> Tensor:
-        """(N, T) of the sampled tokens at the sampling temperature."""
-        ...
-
-    @property
-    def ended(self) -> Tensor:
-        """(N) bool, whether each completion ended by itself."""
-        ...
-
-
-class Sampling(Protocol):
-    """A sampler, such as `rollout.Sampler`."""
-
-    def __call__(self, prompt: Tensor, prompt_mask: Tensor, *, group_size: int, max_new_tokens: int) -> Sampled:
-        """Return `group_size` completions of each prompt."""
-        ...
-
-
-def judged(
-    task: Task, examples: Tensor, sampled: Sampled, *, decode: Callable[[list[int]], str], step: int
+def rewards_of(
+    task: Task, examples: Tensor, sampled: Completions, *, decode: Callable[[list[int]], str], step: int
 ) -> dict[str, Tensor]:
-    """Return the task's rewards (N) by name, on the device of `examples`.
-
-    Args:
-        task: The task.
-        examples: (N), see `Task.rewards`.
-        sampled: The completions.
-        decode: Turns token ids into text.
-        step: See `Task.rewards`.
+    """Return the rewards (N) by name, on the device of `examples` (N); see `Task.rewards`.
 
     Raises:
         ValueError: If "total" is missing, or a reward is not one finite number for each completion.
@@ -121,7 +65,7 @@ def judged(
 
 def prepared(
     batch: Mapping[str, Tensor],
-    sampled: Sampled,
+    sampled: Completions,
     rewards: Mapping[str, Tensor],
     *,
     group_size: int,
@@ -130,21 +74,20 @@ def prepared(
 ) -> dict[str, Any]:
     """Return the completions as a prepared batch.
 
-    It has the added entries `advantages`, `sampled_log_probs` and `figures`.
-
-    Groups with equal rewards have no gradient and are left out, as are columns that no other group needs. If no group is left, the
-    first stays without active tokens. See `sequences` for the other fields.
+    `advantages`, `sampled_log_probs` and `figures` are added. Groups with equal rewards have no gradient and are left out, as are
+    columns that no other group needs. If no group is left, the first stays without active tokens. See `sequences` for the other
+    fields.
 
     Args:
         batch: A batch with `prompt` and `prompt_mask` (P, L).
         sampled: Its completions.
-        rewards: Their rewards (N).
-        group_size: G.
+        rewards: Their rewards (N), by name.
+        group_size: Completions of each prompt, G.
         scale: See `group_advantages`.
         width: Upper bound on the tokens of a completion: all rows are then kept, inactive groups last, so that memory can be
             planned by the largest batch. None for as few rows and columns as possible.
     """
-    total, groups = rewards["total"], groups_that_tell(rewards["total"], group_size=group_size)
+    total, groups = rewards["total"], informative_groups(rewards["total"], group_size=group_size)
     order = (~groups).int().sort(stable=True).indices
     kept = len(groups) if width is not None else max(int(groups.sum()), 1)
     rows = (order[:kept, None] * group_size + torch.arange(group_size, device=order.device)).flatten()
@@ -161,7 +104,7 @@ def prepared(
         "advantages": advantages,
         "sampled_log_probs": log_probs,
         "total": int(mask.sum()),
-        "figures": _figures(sampled, rewards, told=groups),
+        "figures": _figures(sampled, rewards, informative=groups),
     }
 
 
@@ -170,7 +113,7 @@ def _columns(values: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(values[:, :width], (0, max(width - values.shape[1], 0)))
 
 
-def _figures(sampled: Sampled, rewards: Mapping[str, Tensor], *, told: Tensor) -> dict[str, float]:
+def _figures(sampled: Completions, rewards: Mapping[str, Tensor], *, informative: Tensor) -> dict[str, float]:
     """Return the logged figures of all completions, dropped ones included."""
     lengths = sampled.mask.sum(1).float()
     figures = {f"reward_{name}": value.float().mean() for name, value in rewards.items() if name != "total"}
@@ -180,6 +123,6 @@ def _figures(sampled: Sampled, rewards: Mapping[str, Tensor], *, told: Tensor) -
         "length": lengths.mean(),
         "longest": lengths.amax(),
         "ended": sampled.ended.float().mean(),
-        "dropped_groups": 1 - told.float().mean(),
+        "dropped_groups": 1 - informative.float().mean(),
     }
     return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))

@@ -66,9 +66,7 @@ def supervised(tokens: Tensor, labels: Tensor) -> dict[str, Any]:
 def outline(
     prompts: int, *, prompt_length: int, group_size: int, max_new_tokens: int, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return the largest prepared batch for some settings, all zeros, for planning.
-
-    The function samples nothing.
+    """Return the largest prepared batch for planning, all zeros; nothing is sampled.
 
     Args:
         prompts: Prompts of a batch, P.

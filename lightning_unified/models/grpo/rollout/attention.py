@@ -1,7 +1,4 @@
-"""Attention of one new token over a static cache.
-
-It makes no copy of the cache for each group of heads.
-"""
+"""Attention of one new token over a static cache that is not copied for groups of heads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +35,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend with query (N, H, 1, D) to key and value (N, K, L, D).
 
-    Each of the K heads serves H / K heads of the query.
-
-    Query heads that share keys become rows of one head. The product is the same, and nothing is repeated.
+    Each of the K heads serves H / K heads of the query. Query heads that share keys become rows of one head. The product is the same,
+    and nothing is repeated.
     """
     if query.shape[2] != 1 or given.get("position_bias") is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

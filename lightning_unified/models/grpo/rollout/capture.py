@@ -15,10 +15,7 @@ _WARM_UP = 2  # the first call compiles and tunes, the second uses the results
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the one stream of all recordings.
-
-    One stream saves memory: cuBLAS holds a workspace of about 30 MiB per stream.
-    """
+    """Return the stream of all recordings: cuBLAS holds a workspace of about 30 MiB a stream."""
     return torch.cuda.Stream(device)
 
 
@@ -72,11 +69,7 @@ def _recorded(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -
 
 
 def pool_bytes(pool: Any) -> int:
-    """Return the device bytes of a graph memory pool.
-
-    Args:
-        pool: A result of `torch.cuda.graph_pool_handle`.
-    """
+    """Return the device bytes of a pool that `torch.cuda.graph_pool_handle` has returned."""
     return sum(
         one["total_size"] for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)
     )

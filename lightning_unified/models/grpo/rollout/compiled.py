@@ -110,10 +110,7 @@ def _unmerged(layer: Any) -> Any:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x (..., K) times weight (N, K) transposed, computed as a sum.
-
-    The result is rounded like the matrix product.
-    """
+    """Return x (..., K) @ weight (N, K) transposed, as a sum rounded like the matrix product."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     return (x.to(dtype).float().unsqueeze(-2) * weight.to(dtype).float()).sum(-1).to(dtype)

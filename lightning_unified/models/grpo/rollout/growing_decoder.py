@@ -1,35 +1,23 @@
-"""Decode over the model's own growing cache.
-
-This decoder serves models whose cache holds more than keys and values of every token.
-"""
+"""Decode over the model's own cache, where it holds more than all tokens' keys and values."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unified.models.grpo.rollout.language_model import forward_last
+from lightning_unified.models.grpo.language_model import forward_last
 
 __all__ = ["GrowingDecoder", "can_select"]
 
 
 def can_select(cache: Any) -> bool:
-    """Return whether rows of a model's own cache can be repeated and dropped.
-
-    Recurrent states cannot be repeated or dropped.
-    """
+    """Return whether rows of a cache can be repeated and dropped; recurrent states cannot."""
     layers = getattr(cache, "layers", None) or [cache]
     return all(hasattr(layer, "batch_repeat_interleave") and hasattr(layer, "batch_select_indices") for layer in layers)
 
 
 class GrowingDecoder:
-    """Decoder of one rollout over the model's own cache.
-
-    Args:
-        lm: A causal language model of transformers.
-    """
-
-    nbytes = 0
+    """Decoder of one rollout over the own cache of a transformers model."""
 
     def __init__(self, lm: Any) -> None:
         self._lm = lm
@@ -63,8 +51,3 @@ class GrowingDecoder:
         """Continue with the rows `rows` (K) only, in their order."""
         self._cache.batch_select_indices(rows)
         self._mask, self.rows = self._mask[rows], len(rows)
-
-    def release(self) -> None:
-        """Free the cache."""
-        vars(self).pop("_cache", None)
-        vars(self).pop("_mask", None)

@@ -44,9 +44,9 @@ class Stopping:
         return self.text in self._decode(list(tokens[-len(self.text.encode()) :]))
 
     def _completes(self, token: int) -> bool:
-        """Return whether `token` decodes to the text's last character.
+        """Return whether `token` holds the text's last character.
 
-        Blanks count as found, because a token decoded alone loses them.
+        Blanks count, because a token decoded alone loses them.
         """
         if token not in self._may_complete:
             assert self.text is not None and self._decode is not None  # noqa: PT018
@@ -79,10 +79,7 @@ class Progress:
         return self._drawn == self._ids.shape[1]
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> Callable[[], list[int]]:
-        """Store a token (K) for each decoded row and send it to the host.
-
-        The returned function waits for the token.
-        """
+        """Store a token (K) for each decoded row; return a function that waits for it on the host."""
         self._ids[self._where, self._drawn] = tokens
         self._log_probs[self._where, self._drawn] = log_probs
         self._drawn += 1
@@ -113,7 +110,7 @@ class Progress:
         return live
 
     def keep(self, live: list[int], count: int) -> Tensor:
-        """Continue with the rows `live`, filled up to `count` with ended ones; return their indices."""
+        """Continue with the rows `live`, filled to `count` with ended ones; return their indices."""
         alive = set(live)
         over = [place for place in range(len(self._decoded)) if place not in alive]
         places = sorted(live + over[: count - len(live)])
@@ -123,10 +120,7 @@ class Progress:
         return kept
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, mask and log-probabilities (N, T), and the mask (N) of ended rows.
-
-        T is the longest length.
-        """
+        """Return ids, mask and log-probabilities (N, T of the longest), and which rows (N) ended."""
         device = self._ids.device
         lengths = torch.tensor([len(tokens) for tokens in self._tokens], device=device)
         T = max(len(tokens) for tokens in self._tokens)

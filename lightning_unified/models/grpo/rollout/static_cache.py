@@ -1,7 +1,4 @@
-"""Static cache: keys and values of all rows in one allocation.
-
-The numbers of rows and their lengths may change.
-"""
+"""Static cache: one allocation of keys and values, for changing numbers of rows and slots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +12,7 @@ __all__ = ["LayerCache", "Storage", "is_plain_cache"]
 def is_plain_cache(cache: Any, *, length: int) -> bool:
     """Return whether each layer of a cache holds only every token's keys and values.
 
-    Keys and values have the shape (P, H, length, D).
-
-    Caches of sliding windows, recurrent states and quantised values do not.
+    They have the shape (P, H, length, D). Caches of sliding windows, recurrent states and quantised values do not.
     """
     layers = getattr(cache, "layers", None)
     if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
@@ -28,9 +23,8 @@ def is_plain_cache(cache: Any, *, length: int) -> bool:
 class LayerCache:
     """One layer's keys and values (N, H, L, D).
 
-    `update` writes a new token at `slot` and returns all L slots.
-
-    It has the interface of a layer's cache, for models, and of a whole cache, for blocks: both call `update`.
+    `update` writes a new token at `slot` and returns all L slots. The class has the interface of a layer's cache, for models, and of
+    a whole cache, for blocks: both call `update`.
     """
 
     is_compileable = True
@@ -98,10 +92,7 @@ class Storage:
         return found
 
     def fill(self, prompt: Sequence[tuple[Tensor, Tensor]], *, group: int, length: int) -> None:
-        """Write the keys and values (P, H, S, D) of prompts.
-
-        Each prompt is written for the `group` rows that continue it.
-        """
+        """Write the keys and values (P, H, S, D) of prompts, each for its `group` rows."""
         for layer, given in zip(self.views(rows=len(prompt[0][0]) * group, length=length), prompt, strict=True):
             for view, one in zip(layer, given, strict=True):
                 view.zero_()  # a masked slot must not hold NaN either

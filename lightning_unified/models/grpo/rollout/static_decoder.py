@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.models.grpo.language_model import forward_last
 from lightning_unified.models.grpo.rollout.attention import packed_attention
 from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
-from lightning_unified.models.grpo.rollout.language_model import blocks_of, forward_last
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
+from lightning_unified.models.pretrained.architecture import blocks_of
 
 __all__ = ["StaticDecoder", "slots_for"]
 
@@ -25,16 +26,10 @@ _WORTH_DROPPING = 16  # judgement: with fewer rows, a captured step takes the ti
 
 
 def slots_for(length: int, *, most: int) -> int:
-    """Return the number of slots to attend to.
+    """Return the slots to attend to; `length` are needed now, `most` at the end.
 
-    It is a power of two of at least 128, or the number of all slots that will be needed.
-
-    The latter applies if fewer than twice the power of two will be needed. Few lengths need few recorded graphs, which later rollouts
-    use again.
-
-    Args:
-        length: Slots needed now.
-        most: Slots needed at the end.
+    It is a power of two of at least 128. If fewer than twice this power will be needed, it is the number of all slots instead. Few
+    lengths need few recorded graphs, which later rollouts use again.
     """
     whole = -(-most // _SHORTEST) * _SHORTEST
     power = max(_SHORTEST, 1 << (length - 1).bit_length())
@@ -91,10 +86,7 @@ class StaticDecoder:
         self._slot.fill_(S)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Return the logits (N, V) after one more token (N) of each row.
-
-        The next step overwrites them.
-        """
+        """Return the logits (N, V) after another token (N) a row; the next step overwrites them."""
         if self._slot_now >= self._length:
             self._resize(
                 torch.arange(self.rows, device=tokens.device), length=slots_for(self._slot_now + 1, most=self._most)
@@ -138,10 +130,7 @@ class StaticDecoder:
             vars(self).pop(name, None)
 
     def _prepare(self, prompt: list[tuple[Tensor, Tensor]], *, slots: int, device: torch.device) -> None:
-        """Allocate memory unless the present allocation fits.
-
-        Graphs hold addresses, so new memory needs new graphs.
-        """
+        """Allocate memory, and drop the graphs, which hold addresses, unless the memory fits."""
         weights = tuple(one.data_ptr() for one in self._lm.parameters())
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else prompt[0][0].dtype
@@ -178,10 +167,7 @@ class StaticDecoder:
         return [LayerCache(keys=keys, values=values, slot=self._slot) for keys, values in views]
 
     def _once(self, layers: list[LayerCache] | None = None) -> None:
-        """Run one step on the fixed tensors.
-
-        The step unmasks the slot, reads the token, and advances slot and position.
-        """
+        """Run one step on the fixed tensors: unmask the slot, read the token, advance both places."""
         from transformers.cache_utils import Cache
 
         mask = self._mask_view()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.data.loader import ResumableLoader
+from lightning_unified.data.loader import BatchRows, ResumableLoader
 from lightning_unified.models.wordle.data.wordle_rows import PromptRows, TraceRows
 
 __all__ = ["WordleBatches", "WordleLoader"]
 
 
-class WordleBatches:
+class WordleBatches(BatchRows):
     """All batches of a run by number, as rows of a `ResumableLoader`: each row is a whole batch.
 
     The first `sft_steps` batches hold traces; every round plays new games for the same secrets. Endless batches of prompts follow,
@@ -60,9 +60,11 @@ class WordleBatches:
         first = self._rows(0).checksum if sft_steps else 0
         self.checksum = zlib.crc32(np.array([*settings, first, prompts.checksum], dtype=np.int64).tobytes())
 
+    @override
     def __len__(self) -> int:
         return len(self.bucket_of)
 
+    @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return the batch of this number, which may exceed the first epoch's."""
         if index < self._sft_steps:
@@ -72,6 +74,7 @@ class WordleBatches:
         found = self._prompts.__getitems__(chosen)
         return found if self._inner == 1 else {**found, "iteration": torch.tensor(iteration)}
 
+    @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """Return the one batch of the list."""
         return self[indices[0]]

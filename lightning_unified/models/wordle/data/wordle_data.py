@@ -10,24 +10,22 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_unified.data import settings
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import train_tokenizer
 from lightning_unified.models.grpo.policy import find_policy
 from lightning_unified.models.pretrained.chat import ChatTokenizer
-from lightning_unified.models.wordle.data.secrets import split_secrets
-from lightning_unified.models.wordle.data.traces import Trace, traces
+from lightning_unified.models.wordle.data.traces import Trace
 from lightning_unified.models.wordle.data.wordle_batches import WordleBatches, WordleLoader
-from lightning_unified.models.wordle.data.wordle_games import HELD_OUT, Games, round_of
+from lightning_unified.models.wordle.data.wordle_games import HELD_OUT, Games, prepare_games, round_of
 from lightning_unified.models.wordle.data.wordle_rows import PromptRows, TraceRows
 from lightning_unified.models.wordle.game.candidates import Patterns
 from lightning_unified.models.wordle.game.state import State
-from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.game.words import WordList
 
 __all__ = ["WordleData"]
 
-_PROMPTS = 1 << 30  # first round number of the prompts' games, above all rounds of the first phase
-_OPENINGS = 10  # one in ten states is the first of a game
 _TEMPLATE = (  # chat template of a tokenizer trained here
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -94,17 +92,12 @@ class WordleData(ResumableData):
         pin_memory: bool = False,
     ) -> None:
         options = LoaderOptions.of(locals())
+        settings.check_counts(sft_batch_size=sft_batch_size, inner_iterations=inner_iterations, grpo_steps=grpo_steps)
+        settings.check_counts(prompt_length=prompt_length, text_length=text_length)
+        settings.check_counts(smallest=0, sft_steps=sft_steps)
         super().__init__(replace(options, val_batch_size=val_batch_size or sft_batch_size))
-        # not logged: Lightning refuses a module and a data module that log one name with two values
-        self.save_hyperparameters(logger=False)
-        _check_least(batch_size=batch_size, sft_batch_size=sft_batch_size, inner_iterations=inner_iterations)
-        _check_least(grpo_steps=grpo_steps, prompt_length=prompt_length, text_length=text_length)
-        _check_least(least=0, sft_steps=sft_steps, seed=seed, num_workers=num_workers)
-        self.words_source, self.held_out_fraction = words, held_out_fraction
-        self.sft_steps, self.prompt_length, self.text_length = sft_steps, prompt_length, text_length
-        self._pretrained, self._asked_vocab_size = pretrained, vocab_size
-        self._sft_batch_size, self._grpo_steps, self._inner = sft_batch_size, grpo_steps, inner_iterations
-        self._teacher: dict[str, Any] = {"choices": choices, "slips": slips}
+        self.prompt_length = prompt_length
+        self._teacher = {"choices": choices, "slips": slips}
 
     @property
     @override
@@ -143,40 +136,28 @@ class WordleData(ResumableData):
 
     @cached_property
     def _rows(self) -> tuple[WordleBatches, TraceRows]:
-        prepared = self._prepared
+        prepared, asked = self._prepared, self.hparams
         rounds = partial(
-            round_of, games=prepared, length=self.text_length, seed=self.options.seed, teacher=self._teacher
+            round_of, games=prepared, length=asked["text_length"], seed=asked["seed"], teacher=self._teacher
         )
-        world_size = 1 if self.trainer is None else self.trainer.world_size
+        names = ("sft_steps", "sft_batch_size", "grpo_steps", "batch_size", "inner_iterations", "seed")
         batches = WordleBatches(
             rounds=rounds,
             prompts=PromptRows(prepared.states, chat=prepared.chat, length=self.prompt_length),
-            sft_steps=self.sft_steps,
-            sft_batch_size=self._sft_batch_size,
-            sft_round=max(3 * len(prepared.train) // self._sft_batch_size, 1),  # a won game has about as many turns
-            grpo_steps=self._grpo_steps,
-            batch_size=self.batch_size,
-            inner_iterations=self._inner,
-            seed=self.options.seed,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
-            world_size=world_size,
+            sft_round=max(3 * len(prepared.train) // asked["sft_batch_size"], 1),  # a won game has about as many turns
+            rank=self._rank,
+            world_size=self._world_size,
+            **{name: asked[name] for name in names},
         )
         return batches, rounds(HELD_OUT)
 
     @override
     def train_dataloader(self) -> ResumableLoader:
-        world_size = 1 if self.trainer is None else self.trainer.world_size
-        for name, size in (("batch_size", self.batch_size), ("sft_batch_size", self._sft_batch_size)):
-            if size % world_size:
-                raise ValueError(
-                    f"data.{name}={size} cannot be shared by {world_size} processes; give a multiple of {world_size}."
-                )
-        return WordleLoader(
-            self.rows[0],
-            replace(self.options, batch_size=1, shuffle=False),
-            processed=self._processed_batches,
-        )
+        self._check_shared(batch_size=self.batch_size, sft_batch_size=self.hparams["sft_batch_size"])
+        options = replace(self.options, batch_size=1, shuffle=False)
+        return WordleLoader(self.rows[0], options, processed=self._processed_batches)
 
+    @override
     def example_batch(self) -> dict[str, Tensor]:
         """Return a batch of prompts of zeros with full size and length; no file is read."""
         prompt = torch.zeros(self.batch_size, self.prompt_length, dtype=torch.int64)
@@ -185,21 +166,19 @@ class WordleData(ResumableData):
 
     def example_phases(self) -> dict[str, dict[str, Tensor]]:
         """Return a batch of the first phase by the phase's name; nothing without that phase."""
-        return {"imitation": self._zero_traces(self._sft_batch_size)} if self.sft_steps else {}
+        return {"imitation": self._zeros(self.hparams["sft_batch_size"])} if self.hparams["sft_steps"] else {}
 
-    def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return a validation batch of zeros."""
-        return self._zero_traces(self.options.rows_of_validation)
-
-    def _zero_traces(self, rows: int) -> dict[str, Tensor]:
-        tokens = torch.zeros(rows, self.text_length, dtype=torch.int64)
+    @override
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        """Return traces of zeros."""
+        tokens = torch.zeros(rows, self.hparams["text_length"], dtype=torch.int64)
         return {"tokens": tokens, "labels": tokens.clone()}
 
     def describe(self) -> dict[str, Any]:
         """Return counts of words, secrets, states and traces."""
         prepared = self._prepared
         return {
-            "words": self.words_source,
+            "words": self.hparams["words"],
             "guesses": len(prepared.words.guesses),
             "secrets": {"train": len(prepared.train), "held_out": len(prepared.held_out)},
             "vocabulary": self.vocab_size,
@@ -209,51 +188,21 @@ class WordleData(ResumableData):
 
     @cached_property
     def _prepared(self) -> Games:
-        words = read_words(self.words_source)
-        patterns = Patterns(words)
-        train, held_out = split_secrets(words, held_out_fraction=self.held_out_fraction, seed=self.options.seed)
-        states = self._states(words, train, patterns=patterns, round_number=0)
-        if not states:
-            raise ValueError(f"data.slips={self._teacher['slips']}: the teacher won no game to learn from; lower it.")
-        chat, asked = self._chat(states), self._grpo_steps * self.batch_size
-        for number in range(1, asked):
-            if len(_asked(states)) >= asked:  # no state occurs twice in the first epoch
-                break
-            states += self._states(words, train, patterns=patterns, round_number=number)
-        return Games(
-            words=words,
-            patterns=patterns,
-            train=train,
-            held_out=held_out,
-            chat=chat,
-            states=_asked(states),
+        asked = self.hparams
+        return prepare_games(
+            asked["words"],
+            held_out_fraction=asked["held_out_fraction"],
+            seed=asked["seed"],
+            teacher=self._teacher,
+            prompts=asked["grpo_steps"] * self.batch_size,
+            tokenize=partial(_chat, pretrained=asked["pretrained"], vocab_size=asked["vocab_size"]),
         )
 
-    def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
-        """Return a round's turns of games: their states are prompts of the second phase."""
-        return list(
-            traces(words, secrets, seed=self.options.seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
-        )
 
-    def _chat(self, states: Sequence[Trace]) -> ChatTokenizer:
-        if self._pretrained is not None:
-            return ChatTokenizer.from_folder(find_policy(self._pretrained))
-        texts = [f"{trace.messages[-1]['content']}\n{trace.completion}" for trace in states]
-        backend = train_tokenizer([states[0].messages[0]["content"], *texts], vocab_size=self._asked_vocab_size)
-        return ChatTokenizer(backend, template=_TEMPLATE, end="</s>")
-
-
-def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:
-    """Return the states for prompts: all later states, and few first states.
-
-    First states are few because they have one best answer.
-    """
-    later = [trace for trace in states if trace.state.turns]
-    first = [trace for trace in states if not trace.state.turns]
-    return (*later, *first[: max(len(later) // (_OPENINGS - 1), 1)])
-
-
-def _check_least(*, least: int = 1, **given: int) -> None:
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"data.{name}={value!r}; it must be a whole number of at least {least}.")
+def _chat(states: Sequence[Trace], *, pretrained: str | None, vocab_size: int) -> ChatTokenizer:
+    """Load the tokenizer of a pretrained model, or train one on the turns `states`."""
+    if pretrained is not None:
+        return ChatTokenizer.from_folder(find_policy(pretrained))
+    texts = [f"{trace.messages[-1]['content']}\n{trace.completion}" for trace in states]
+    backend = train_tokenizer([states[0].messages[0]["content"], *texts], vocab_size=vocab_size)
+    return ChatTokenizer(backend, template=_TEMPLATE, end="</s>")

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_unified.data.loader import BatchRows
 from lightning_unified.data.tokenizer import serial
 from lightning_unified.models.pretrained.chat import ChatTokenizer
 from lightning_unified.models.wordle.data.traces import Trace
 
-__all__ = ["IGNORED", "PromptRows", "TraceRows"]
+__all__ = ["IGNORED", "PromptRows", "TraceRows", "pad_prompts"]
 
 IGNORED = -100
 
 
-class TraceRows:
+class TraceRows(BatchRows):
     """Traces as whole batches.
 
     A batch has `tokens` (B, S) int64, padded at the end, and `labels` (B, S): the completion's tokens at their positions, `IGNORED`
@@ -49,12 +51,11 @@ class TraceRows:
         totals = [len(prompt) + size for prompt, size in zip(self._prompts, sizes, strict=True)]
         return [int(np.argmax(totals)), int(np.argmax(sizes))]
 
+    @override
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.__getitems__([index]).items()}
-
+    @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """Return the batch of the rows `indices`; -1 stands for a row without labels."""
         tokens = torch.full((len(indices), self._length), self._pad_id)
@@ -98,13 +99,17 @@ class PromptRows:
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """Return the batch of the states `indices`."""
-        prompt = torch.full((len(indices), self._length), self._pad_id)
-        mask = torch.zeros(prompt.shape, dtype=torch.bool)
-        for row, index in enumerate(indices):
-            ids = self._prompts[index]
-            prompt[row, self._length - len(ids) :] = torch.tensor(ids)
-            mask[row, self._length - len(ids) :] = True
+        prompt, mask = pad_prompts([self._prompts[index] for index in indices], self._pad_id, length=self._length)
         return {"prompt": prompt, "prompt_mask": mask, "example": torch.tensor(indices)}
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], pad_id: int, *, length: int) -> tuple[Tensor, Tensor]:
+    """Return ids (P, L) int64 with pads on the left, and the mask (P, L) bool of tokens."""
+    ids = torch.full((len(prompts), length), pad_id)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = torch.tensor(prompt)
+    counts = torch.tensor([len(prompt) for prompt in prompts])
+    return ids, torch.arange(length) >= (length - counts)[:, None]
 
 
 def _prompts(traces: Sequence[Trace], chat: ChatTokenizer) -> list[list[int]]:

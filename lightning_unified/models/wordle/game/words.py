@@ -1,4 +1,4 @@
-"""Word lists: secrets and allowed guesses, built in, from a package or from a file."""
+"""Word lists: secrets and allowed guesses, built in, from a package or from a file; and their split."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LENGTH", "WordList", "encode", "read_words"]
+__all__ = ["LENGTH", "WordList", "encode", "read_words", "split_secrets"]
 
 LENGTH = 5  # letters of a word
 _WORD = re.compile(rf"[a-z]{{{LENGTH}}}")
@@ -97,6 +97,32 @@ def read_words(source: str) -> WordList:
         return WordList(answers=answers, guesses=tuple(dict.fromkeys(answers + guesses)))
     words = _read(path)
     return WordList(answers=words, guesses=words)
+
+
+def split_secrets(words: WordList, *, held_out_fraction: float, seed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Divide the answers at random into (train, held out), each in the order of the list.
+
+    A held-out word is never the secret of a training game. It stays a word of the list, which players may guess.
+
+    Args:
+        words: The list.
+        held_out_fraction: Share of the answers that are held out.
+        seed: The same seed gives the same split.
+
+    Raises:
+        ValueError: If the fraction leaves either side empty.
+    """
+    count = round(held_out_fraction * len(words.answers))
+    if not 0 < count < len(words.answers):
+        raise ValueError(
+            f"held_out_fraction={held_out_fraction} of {len(words.answers)} answers holds out {count}; "
+            "take a fraction that leaves at least one word on either side."
+        )
+    held_out = set(np.random.default_rng(seed).permutation(len(words.answers))[:count].tolist())
+    parts = ([], [])
+    for place, word in enumerate(words.answers):
+        parts[place in held_out].append(word)
+    return tuple(parts[0]), tuple(parts[1])
 
 
 def _from_package() -> WordList:

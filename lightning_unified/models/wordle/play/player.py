@@ -2,19 +2,19 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_unified.models.choices import inference_device
-from lightning_unified.models.grpo.rollout import Sampler
-from lightning_unified.models.plain_checkpoint import read_trained
-from lightning_unified.models.wordle.data.secrets import split_secrets
+from lightning_unified.models.grpo.rollout import Sampler, SamplingOptions
+from lightning_unified.models.plain_checkpoint import load_weights, read_trained
+from lightning_unified.models.wordle.data.wordle_rows import pad_prompts
 from lightning_unified.models.wordle.game.state import State
-from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.game.words import WordList, read_words, split_secrets
 from lightning_unified.models.wordle.module import Wordle
 from lightning_unified.models.wordle.prompts import STOP, messages
 
@@ -47,24 +47,24 @@ class ModelPlayer:
         chat = self.module.chat
         self._rows, self._most = rows, 0
         self._generator: torch.Generator | None = None
-        self._length = self.module.game.get("prompt_length", 0)
+        self._length = self.module.identity.game.get("prompt_length", 0)
         self._sampler = Sampler(
             self.module.policy,
             stop_ids=[chat.end_id],
             stop_text=STOP,
             decode=chat.decode,
-            temperature=temperature,
             kept_bytes=sys.maxsize,
         )
+        self._sampling = SamplingOptions(temperature=temperature, max_new_tokens=self.module.sampling.max_new_tokens)
 
     @property
     def temperature(self) -> float:
         """Temperature of the next answers."""
-        return self._sampler.temperature
+        return self._sampling.temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._sampler.temperature = value
+        self._sampling = replace(self._sampling, temperature=value)
 
     @cached_property
     def words(self) -> WordList:
@@ -78,9 +78,9 @@ class ModelPlayer:
         return split_secrets(self.words, held_out_fraction=fraction, seed=seed)[1]
 
     def _game(self, name: str) -> Any:
-        if name not in self.module.game:
+        if name not in self.module.identity.game:
             raise RuntimeError("this model was not trained with WordleData, so nobody knows its words.")
-        return self.module.game[name]
+        return self.module.identity.game[name]
 
     def release(self) -> None:
         """Free the sampler's cache."""
@@ -101,16 +101,11 @@ class ModelPlayer:
         if device.type == "cuda":  # steps are recorded for a number of rows; filling up costs less than a new recording
             self._most = max(self._most, len(prompts))
             prompts += [prompts[-1]] * (self._most - len(prompts))
-        prompt, mask = _padded(prompts, chat.pad_id, least=self._length)
+        # one length for all calls, so that recordings can be reused
+        prompt, mask = pad_prompts(prompts, chat.pad_id, length=max(self._length, *map(len, prompts)))
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(0)
-        sampled = self._sampler(
-            prompt.to(device),
-            mask.to(device),
-            group_size=1,
-            max_new_tokens=self.module.max_new_tokens,
-            generator=self._generator,
-        )
+        sampled = self._sampler(prompt.to(device), mask.to(device), self._sampling, generator=self._generator)
         lengths = sampled.mask.sum(1).tolist()
         texts = [chat.decode(ids[:count]) for ids, count in zip(sampled.ids.tolist(), lengths, strict=True)]
         return texts[: len(states)]
@@ -128,28 +123,8 @@ def load(path: str | Path, *, device: str = "auto") -> Wordle:
         RuntimeError: See there; or if weights and sizes do not fit together.
     """
     saved = read_trained(path, model="wordle", untrained="it would guess at random")
-    module = Wordle(**_plain(saved["hyper_parameters"]))
+    # Lightning's own entries begin with an underscore
+    module = Wordle(**{name: value for name, value in saved["hyper_parameters"].items() if not name.startswith("_")})
     module.on_load_checkpoint(saved)
-    try:
-        module.load_state_dict(saved["state_dict"])
-    except RuntimeError as error:
-        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    load_weights(module, saved["state_dict"], path=path)
     return module.to(inference_device(device)).eval()
-
-
-def _plain(hyper_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Wordle` from a checkpoint's hyperparameters."""
-    return {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
-
-
-def _padded(prompts: Sequence[Sequence[int]], pad_id: int, *, least: int) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (P, L), with pads on the left.
-
-    All calls have one length, so that recordings can be reused.
-    """
-    length = max(least, *(len(prompt) for prompt in prompts))
-    ids = torch.full((len(prompts), length), pad_id)
-    for row, prompt in enumerate(prompts):
-        ids[row, length - len(prompt) :] = torch.tensor(prompt)
-    counts = torch.tensor([len(prompt) for prompt in prompts])
-    return ids, torch.arange(length) >= (length - counts)[:, None]

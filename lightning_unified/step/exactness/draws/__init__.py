@@ -1,1 +1,1 @@
-"""Random draws of a check: recorded over whole rows, replayed for micro-batches."""
+"""Random draws of a check: recorded and replayed by row, or made equal for every row."""

@@ -1,1 +1,0 @@
-"""The memory of autoregressive generation, by formula."""

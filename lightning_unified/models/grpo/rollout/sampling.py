@@ -1,0 +1,99 @@
+"""Sampling of completions: its options, its result, and the draw of a token from logits."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CompletionSampler", "Completions", "SamplingOptions", "draw"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How completions of a batch of prompts are sampled.
+
+    Attributes:
+        group_size: Completions of each prompt, G.
+        max_new_tokens: Upper bound on the tokens of a completion, the ending one included.
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Draw from the k likeliest tokens; 0 for all.
+        top_p: Draw from the likeliest tokens that together reach this probability; 1 for all.
+
+    Raises:
+        ValueError: If one of them is out of its range.
+    """
+
+    group_size: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give 1 or more.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} is negative; give 0 (the likeliest token) or more.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} is negative; give 0 (all tokens) or how many may be drawn.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} is no share of probability; give more than 0 and at most 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completions:
+    """Sampled completions: N = P x G rows, G for each prompt in a row, T tokens of the longest.
+
+    Attributes:
+        ids: Tokens (N, T), int64; 0 where the mask is False.
+        mask: Whether each token belongs to its completion (N, T), the ending one included.
+        log_probs: Log-probabilities of the sampled tokens (N, T), float32, by the softmax over all tokens at the sampling
+            temperature; 0 where the mask is False.
+        ended: Whether each row ended by itself (N); the others were truncated.
+        decoding: The method of `Sampler`, one of `DECODINGS` except "auto"; None for another sampler.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    ended: Tensor
+    decoding: str | None = None
+
+
+class CompletionSampler(Protocol):
+    """Protocol of a sampler, such as `rollout.Sampler`."""
+
+    def __call__(self, prompt: Tensor, prompt_mask: Tensor, options: SamplingOptions, /) -> Completions:
+        """Return `options.group_size` completions of each prompt (P, S)."""
+        ...
+
+
+def draw(
+    logits: Tensor, options: SamplingOptions, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a token (N) for each row of `logits` (N, V), and its log-probability in float32.
+
+    The log-probability is that of the softmax over all tokens at this temperature (at 1 if it is 0): top_k and top_p restrict the
+    draw, not the trained distribution. The draw adds Gumbel noise and takes the largest value, without waiting for the device.
+    """
+    log_probs = torch.log_softmax(logits.float() / (options.temperature or 1.0), dim=-1)
+    if options.temperature == 0:
+        tokens = log_probs.argmax(-1)
+    else:
+        noise = torch.empty_like(log_probs).exponential_(generator=generator).log_()
+        tokens = (_allowed(log_probs, options) - noise).argmax(-1)
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _allowed(log_probs: Tensor, options: SamplingOptions) -> Tensor:
+    """Return `log_probs` with -inf at the tokens outside top_k and top_p."""
+    if 0 < options.top_k < log_probs.shape[-1]:
+        lowest = log_probs.topk(options.top_k, dim=-1).values[:, -1:]
+        log_probs = log_probs.masked_fill(log_probs < lowest, -torch.inf)
+    if options.top_p < 1:
+        ordered, order = log_probs.softmax(-1).sort(dim=-1, descending=True)
+        surplus = ordered.cumsum(-1) - ordered >= options.top_p
+        log_probs = log_probs.masked_fill(torch.zeros_like(surplus).scatter(-1, order, surplus), -torch.inf)
+    return log_probs

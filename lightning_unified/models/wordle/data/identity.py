@@ -1,0 +1,93 @@
+"""Identity of a Wordle model's data: its tokenizer, words and lengths, which a checkpoint needs for play."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_unified.models.pretrained.chat import ChatTokenizer
+
+__all__ = ["Identity"]
+
+_SETTINGS = ("words", "held_out_fraction", "seed", "prompt_length")
+
+
+class Identity:
+    """Tokenizer and settings of the games, empty until data or a checkpoint sets them; a call decodes token ids.
+
+    Attributes:
+        stop_ids: The token that ends a turn; the list is filled when the tokenizer is set.
+        game: Settings of `WordleData`: words, split, and length of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._chat: ChatTokenizer | None = None
+        self.stop_ids: list[int] = []
+        self.game: dict[str, Any] = {}
+
+    @property
+    def chat(self) -> ChatTokenizer:
+        """The tokenizer with its template.
+
+        Raises:
+            RuntimeError: If neither data nor a checkpoint has set one.
+        """
+        if self._chat is None:
+            raise RuntimeError(
+                "this model has no tokenizer yet; train it with WordleData, or load a checkpoint of such a run."
+            )
+        return self._chat
+
+    def __call__(self, ids: list[int]) -> str:
+        return self.chat.decode(ids)
+
+    def attach(self, chat: ChatTokenizer, *, vocabulary: int) -> None:
+        """Set the tokenizer of a model with `vocabulary` rows.
+
+        Raises:
+            ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
+        """
+        if len(chat) > vocabulary:
+            raise ValueError(
+                f"the tokenizer has {len(chat):,} tokens, the model's vocabulary is {vocabulary:,}; set data.pretrained to the model's "
+                f"own, or lower data.vocab_size to {vocabulary}."
+            )
+        if self._chat is not None and self._chat != chat:
+            raise ValueError(
+                "this model was trained with another tokenizer or chat template than the data's; set data.pretrained and "
+                "data.vocab_size as they were."
+            )
+        self._chat = chat
+        self.stop_ids[:] = [chat.end_id]
+
+    def take(self, data: Any, config: Any, *, max_new_tokens: int) -> None:
+        """Take tokenizer and settings of `WordleData`.
+
+        Args:
+            data: The data module.
+            config: The language model's configuration.
+            max_new_tokens: Upper bound on the tokens of a completion.
+
+        Raises:
+            ValueError: If prompt and completion exceed the model's positions, or as `attach`.
+        """
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and positions < data.prompt_length + max_new_tokens:
+            raise ValueError(
+                f"data.prompt_length={data.prompt_length} and model.max_new_tokens={max_new_tokens} have no place in the model's "
+                f"{positions} positions; lower them."
+            )
+        self.attach(data.chat, vocabulary=config.vocab_size)
+        self.game = {name: data.hparams[name] for name in _SETTINGS}
+
+    def state(self) -> dict[str, Any]:
+        """Return the identity as plain data."""
+        return {"chat": None if self._chat is None else self._chat.to_dict(), "game": dict(self.game)}
+
+    def restore(self, saved: Mapping[str, Any], *, vocabulary: int) -> None:
+        """Restore the result of `state` for a model with `vocabulary` rows.
+
+        Raises:
+            ValueError: As `attach`.
+        """
+        self.game = dict(saved["game"])
+        if saved["chat"] is not None:
+            self.attach(ChatTokenizer.from_dict(saved["chat"]), vocabulary=vocabulary)

@@ -1,0 +1,77 @@
+"""The input shapes of a network's calls: which are known, and when they are recorded."""
+
+from collections.abc import Container, Hashable
+
+from lightning_unified.nn.cuda_graphs.recording import Call
+
+__all__ = ["SETTLED", "KnownShapes"]
+
+SETTLED = 8  # judgement: calls in a row that bring no new shape before all shapes are recorded
+_STALE = 256  # judgement: calls without a shape after which another shape may take its place
+
+
+class KnownShapes:
+    """Shapes that may be recorded, and how often and how lately each came.
+
+    Args:
+        most: Number of shapes to record at most.
+    """
+
+    def __init__(self, *, most: int) -> None:
+        self.most = most
+        self._examples: dict[Hashable, Call] = {}
+        self._last: dict[Hashable, int] = {}  # the call number in which each key came last
+        self._again: set[Hashable] = set()  # the keys that came more than once
+        self._calls = self._quiet = 0
+
+    def came(self, key: Hashable) -> bool:
+        """Count a call; return whether its shape is known."""
+        self._calls += 1
+        if key not in self._examples:
+            return False
+        self._last[key] = self._calls
+        return True
+
+    def came_again(self, key: Hashable) -> bool:
+        """Count a known shape without a recording; return whether no new shape is expected."""
+        self._quiet += 1
+        self._again.add(key)
+        return self._quiet >= SETTLED
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further shape can be added."""
+        return len(self._examples) >= self.most
+
+    def add(self, example: Call) -> None:
+        """Add a new shape, with a call that its recording reads from."""
+        self._examples[example.key], self._last[example.key] = example, self._calls
+
+    def due(self, recorded: Container[Hashable]) -> list[Call]:
+        """Return the shapes to record, the largest first: those that came more than once and are not `recorded`.
+
+        Smaller shapes reuse the memory of the largest one.
+        """
+        found = [one for key, one in self._examples.items() if key in self._again and key not in recorded]
+        return sorted(found, key=lambda one: one.elements, reverse=True)
+
+    def unsettle(self) -> None:
+        """Expect new shapes, until enough calls bring none."""
+        self._quiet = 0
+
+    def make_room(self) -> list[Hashable]:
+        """Forget shapes that no longer come if there is no room for another; return their keys.
+
+        Shapes change with the micro-batch size.
+        """
+        stale = [key for key, last in self._last.items() if self.is_full and self._calls - last > _STALE]
+        for key in stale:
+            del self._examples[key], self._last[key]
+            self._again.discard(key)
+        return stale
+
+    def forget(self) -> None:
+        """Forget all shapes."""
+        self._examples.clear()
+        self._again.clear()
+        self._last.clear()

@@ -1,0 +1,101 @@
+"""The loss rules that agreed in checks so far, and the step of the last agreement."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.losses import LossRule, candidates, declared, restored, shares
+from lightning_unified.step.exactness.trials.judge import Findings
+
+__all__ = ["AgreedRules", "LastAgreement"]
+
+_ROUNDING = 1e-9  # largest difference of two equal shares
+
+
+class AgreedRules:
+    """The loss rules under which gradients agreed, without those that a check rejected.
+
+    Args:
+        rules: The rules that the module declares for its batches.
+
+    Attributes:
+        agreeing: The rules that agreed in the last conclusive check, the first of which weights micro-batches.
+    """
+
+    def __init__(self, rules: MicroBatchRules) -> None:
+        self._rules = rules
+        self.agreeing: list[LossRule] = []
+        self._rejected: set[str] = set()
+
+    def candidates(self, batch: Any, rows: int) -> list[LossRule]:
+        """Return the loss rules that may hold for this batch.
+
+        A declared rule is the only one. Otherwise these are the rules that agreed before, and the candidates of this batch that no check
+        rejected.
+        """
+        if (own := declared(self._rules)) is not None:
+            return [own]
+        known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows))}
+        return [rule for name, rule in known.items() if name not in self._rejected]
+
+    def add(self, found: Findings) -> None:
+        """Record the findings of a conclusive check."""
+        self._rejected |= found.rejected
+        self.agreeing = list(found.agreeing)
+
+    def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
+        """Return whether two of the agreeing rules weight the micro-batches differently."""
+        first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in self.agreeing)
+        return any(
+            len(other) != len(first) or any(abs(a - b) > _ROUNDING for a, b in zip(first, other, strict=True))
+            for other in others
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rules for a checkpoint."""
+        return {"rules": [rule.state_dict() for rule in self.agreeing], "rejected": sorted(self._rejected)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Load the rules of another run; return False if the module's declaration has changed."""
+        rules = [restored(one, self._rules) for one in state["rules"]]
+        if None in rules:
+            return False
+        self.agreeing, self._rejected = [rule for rule in rules if rule is not None], set(state["rejected"])
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class LastAgreement:
+    """The step of the last agreeing check, and the checkpoint that was the newest then.
+
+    Args:
+        step: The number of optimizer steps; -1 before the first agreeing check.
+        checkpoint: The path of the checkpoint; empty without one.
+    """
+
+    step: int = -1
+    checkpoint: str = ""
+
+    @classmethod
+    def now(cls, trainer: L.Trainer) -> "LastAgreement":
+        """Return a record of an agreeing check at the present step."""
+        written = [
+            (callback._last_global_step_saved, callback._last_checkpoint_saved)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback._last_checkpoint_saved
+        ]
+        return cls(trainer.global_step, max(written, default=(0, ""))[1])
+
+    def since(self, step: int) -> str:
+        """Return a sentence about batches split since then, before `step`; empty without any."""
+        if self.step < 0 or step <= self.step:
+            return ""
+        path = self.checkpoint
+        is_left = bool(path) and get_filesystem(path).exists(path)
+        resume = f"; the last checkpoint before it is {path}" if is_left else "; no checkpoint from before it is left"
+        return f" Batches up to step {self.step} agreed; the first that may have been updated inexactly is step {self.step + 1}{resume}."

@@ -1,0 +1,56 @@
+"""The merge rules of one stage: outputs, logs, metrics and written state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_unified.micro_batches import MergeRules
+from lightning_unified.step.results.merging import MergeTable
+
+__all__ = ["Tables"]
+
+
+@dataclass
+class Tables:
+    """The merge rules of one stage.
+
+    Args:
+        outputs: The rules for outputs of the step.
+        logs: The rules for logged values.
+        sized_logs: The rules for values logged with a `batch_size`, which is their weight.
+        metrics: The rules for the states of torchmetrics objects.
+        written: The rules for buffers, frozen parameters and attributes that the step writes.
+        joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
+    """
+
+    outputs: MergeTable = field(default_factory=MergeTable)
+    logs: MergeTable = field(default_factory=MergeTable)
+    sized_logs: MergeTable = field(default_factory=MergeTable)
+    metrics: MergeTable = field(default_factory=MergeTable)
+    written: MergeTable = field(default_factory=MergeTable)
+    joins: dict[str, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: MergeRules) -> "Tables":
+        """Return tables that hold the user's own rules."""
+        return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
+
+    @property
+    def unmergeable(self) -> list[str]:
+        """The paths of outputs and the names of logs that no rule merges."""
+        return [*self.outputs.unmergeable, *self.logs.unmergeable]
+
+    @property
+    def _inferred(self) -> dict[str, MergeTable]:
+        return {name: table for name, table in vars(self).items() if isinstance(table, MergeTable)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inferred rules, for a checkpoint."""
+        tables = {name: table.state_dict() for name, table in self._inferred.items()}
+        return {"tables": tables, "joins": dict(self.joins)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the rules that another run inferred."""
+        for name, table in self._inferred.items():
+            table.load_state_dict(state["tables"][name])
+        self.joins = dict(state["joins"])

@@ -1,0 +1,133 @@
+"""The runs of one check, and the comparison of whole and split gradients."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
+from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
+from lightning_unified.step.exactness.trials.run import Run
+from lightning_unified.step.results.merging import MicroBatchWeights
+
+__all__ = ["Comparison", "SplitRuns", "Trial"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """The rows that a check runs, and their split.
+
+    Args:
+        kwargs: The arguments of `training_step`, the whole batch first.
+        batch_rows: The number of rows of the batch.
+        start: The first row that runs.
+        rows: The number of rows that run.
+        take: `take(batch, start, stop, rows=batch_rows)` returns rows `start` to `stop` of the batch.
+        split: The rows of each micro-batch.
+        is_quiet: Whether to run without dropout first, which takes a quarter of the time. The rows run
+            with dropout only if the gradients do not agree without it, or the step draws random numbers nevertheless.
+    """
+
+    kwargs: "OrderedDict[str, Any]"
+    batch_rows: int
+    start: int
+    rows: int
+    take: Callable[..., Any]
+    split: Sequence[int]
+    is_quiet: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the batch run."""
+        return self.rows == self.batch_rows
+
+    def part(self, start: int, size: int) -> Any:
+        """Return `size` of the rows that run; `start` counts from the first of these."""
+        batch, first = next(iter(self.kwargs.values())), self.start + start
+        return self.take(batch, first, first + size, rows=self.batch_rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRuns:
+    """One split of the rows: the micro-batches, their sizes in rows, and their runs."""
+
+    sizes: Sequence[int]
+    batches: Sequence[Any]
+    runs: Sequence[Run]
+
+    def parts(self, rule: LossRule) -> MicroBatchWeights:
+        """Return the micro-batches' weights under a rule."""
+        terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
+        return MicroBatchWeights(self.sizes, terms)
+
+    def shares(self, rule: LossRule) -> list[float]:
+        """Return the factor of each micro-batch's loss."""
+        if rule.count is not None:
+            require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
+        return shares(rule, self.batches, self.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A run over whole rows, compared with the runs over their micro-batches.
+
+    Args:
+        whole: The run over all rows.
+        split: The runs over the micro-batches.
+        troubles: The reasons why the random draws could not be replayed.
+        is_drawn: Whether the whole run has drawn random numbers.
+        is_ordered: Whether a draw had several entries per row, so that their order mattered.
+        known: The disagreements computed so far, by the name of the loss rule.
+    """
+
+    whole: Run
+    split: SplitRuns
+    troubles: Sequence[str] = ()
+    is_drawn: bool = False
+    is_ordered: bool = False
+    known: dict[str, Disagreement] = field(default_factory=dict)
+
+    @property
+    def all_runs(self) -> Sequence[Run]:
+        """The whole run, then the runs of the micro-batches."""
+        return (self.whole, *self.split.runs)
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """The tolerance for the coarsest number format of the runs."""
+        return Tolerance.of({one for run in self.all_runs for one in run.formats})
+
+    @property
+    def says_nothing(self) -> str:
+        """The reason why gradients cannot be compared; empty if they can.
+
+        A whole gradient of zeros can be compared if a micro-batch has a gradient.
+        """
+        parts = [run.gradient for run in self.split.runs]
+        is_zero = not self.whole.gradient.values.any()
+        return "" if is_zero and any(not part.says_nothing for part in parts) else self.whole.gradient.says_nothing
+
+    def can_count(self, rule: LossRule) -> bool:
+        """Return whether `rule` counts 0 or more terms in every micro-batch.
+
+        A declared `loss_weight` is not tested here: `SplitRuns.shares` raises an error for a negative count.
+        """
+        if rule.count is None or rule.name == "loss_weight":
+            return True
+        return all(float(rule.count(batch)) >= 0 for batch in self.split.batches)
+
+    def none_agrees(self, rules: Sequence[LossRule]) -> bool:
+        """Return whether gradients differ by more than rounding under each of `rules`."""
+        return all(self.off(rule).excess > 1 for rule in rules)
+
+    def off(self, rule: LossRule) -> Disagreement:
+        """Return the largest difference of gradients, whole and split, under `rule`."""
+        if rule.name not in self.known:
+            found = Disagreement(math.inf, math.inf, 0)
+            if self.can_count(rule):
+                pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
+                parts = [(run.gradient, share) for run, share in pairs if share]
+                found = disagreement(self.whole.gradient, parts, self.tolerance)
+            self.known[rule.name] = found
+        return self.known[rule.name]

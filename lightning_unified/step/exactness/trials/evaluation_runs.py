@@ -1,0 +1,118 @@
+"""The runs of an evaluation check, with replayed random draws."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
+from lightning_unified.step.exactness.rows import splits_of, starts_of, window
+from lightning_unified.step.exactness.trials.refusals import failure_on_rows
+from lightning_unified.step.exactness.trials.results import Results, aside, copied
+from lightning_unified.step.recovery.oom import is_out_of_memory
+from lightning_unified.step.results.written import drawn_unequally
+
+__all__ = ["EvaluationRuns", "EvaluationTrial"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationTrial:
+    """One run of an evaluation step over whole rows, and the runs over their micro-batches.
+
+    Args:
+        batch: The whole rows.
+        whole: Their results.
+        sizes: The rows of each micro-batch.
+        batches: The micro-batches.
+        runs: The results of each micro-batch.
+    """
+
+    batch: Any
+    whole: Results
+    sizes: Sequence[int]
+    batches: Sequence[Any]
+    runs: Sequence[Results]
+
+
+class EvaluationRuns:
+    """Runs an evaluation step on some rows, and undoes each run.
+
+    Args:
+        trainer: The Trainer that evaluates.
+        split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
+
+    Attributes:
+        has_drawn: Whether a step has drawn random numbers.
+    """
+
+    def __init__(self, trainer: L.Trainer, split: Callable[..., Any]) -> None:
+        self._trainer, self._split = trainer, split
+        self.has_drawn = False
+
+    def trials(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int
+    ) -> Iterator[EvaluationTrial]:
+        """Run `size` rows of a batch whole, and yield a trial for each split of these rows.
+
+        Raises:
+            SplitError: If the step fails on some rows only.
+        """
+        start = window(batch, rows=rows, size=size, unit=unit)
+        own = self._split(batch, start, start + size, rows=rows) if size < rows else batch
+        recorded = RecordDraws()
+        try:
+            whole = self._part(step, own, recorded, rows=size, of=rows)
+        except SplitError as refusal:
+            error = self._failure(step, batch)
+            if error is not None and type(error) is type(refusal.__cause__):
+                raise error from None  # the whole batch fails too: raise the user's error
+            raise
+        self.has_drawn |= recorded.has_drawn or whole.draws_on_host
+        for units in splits_of(size // unit):
+            sizes = [unit * one for one in units]
+            places = list(zip(starts_of(sizes), sizes, strict=True))
+            batches = [self._split(batch, start + first, start + first + one, rows=rows) for first, one in places]
+            runs = []
+            for part, (first, one) in zip(batches, places, strict=True):
+                replay = ReplayDraws(recorded.draws, rows=size, start=first, stop=first + one, order="interleaved")
+                runs.append(self._part(step, part, replay, rows=one, of=size))
+            self.has_drawn |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
+            yield EvaluationTrial(batch=own, whole=whole, sizes=sizes, batches=batches, runs=runs)
+
+    def _part(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode, *, rows: int, of: int) -> Results:
+        """Run the step on `rows` of `of` rows.
+
+        If `rows` is smaller than `of`, an error of the step is raised as a `SplitError`.
+        """
+        try:
+            return self._run(step, batch, draws)
+        except Exception as error:
+            if is_out_of_memory(error) or rows == of:
+                raise
+            stage = self._trainer.state.stage
+            phase = "validation" if stage is None or stage.dataloader_prefix == "val" else stage.value
+            name = f"{type(self._trainer.lightning_module).__name__}.{phase}_step"
+            raise SplitError(
+                f"{failure_on_rows(name, f'{rows} of {of}', error)} Use a smaller batch; or give MicroBatchRules(unit=n) if n rows "
+                "belong together."
+            ) from error
+
+    def _failure(self, step: Callable[[Any], Any], batch: Any) -> BaseException | None:
+        """Return the error of the step on the whole batch; None without one.
+
+        None also if memory runs out.
+        """
+        try:
+            self._run(step, batch, RecordDraws())
+        except Exception as error:
+            return None if is_out_of_memory(error) else error
+        return None
+
+    def _run(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode) -> Results:
+        own = copied(batch)
+        with aside(self._trainer, self._trainer._results, draws) as gather:
+            with draws:
+                returned = step(own)
+            return gather(returned)

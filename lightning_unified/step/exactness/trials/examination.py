@@ -1,0 +1,236 @@
+"""Where a check runs: on the device, with activation checkpointing, or on the CPU."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
+from lightning_unified.step.exactness.losses import LossRule
+from lightning_unified.step.exactness.rows import splits_of, window
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.comparison import Trial
+from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.trials.judge import Findings, Judge
+from lightning_unified.step.exactness.trials.run import Runner
+from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
+from lightning_unified.step.split import BatchSplitter
+
+__all__ = ["UNITS", "Check", "Examination"]
+
+log = logging.getLogger("lightning_unified")
+
+_AT_FIRST = 32  # units of the first check, if they are predicted to fit; judgement: if a tenth of the rows is hard, about three run
+UNITS = 8  # units of rows in later checks; judgement: enough for three unequal micro-batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The arguments of one check.
+
+    Args:
+        kwargs: The arguments of `training_step`, the batch first.
+        rules: The loss rules that may hold.
+        rows: The number of rows of the batch.
+        unit: The number of rows that a split keeps together.
+        most: The largest number of units to run.
+        number: The number of earlier checks. Consecutive checks split the rows differently.
+        is_first: Whether no check was conclusive yet. The rows are then split in two ways, and also run with dropout.
+        since: A sentence for a refusal: which batches were split before.
+    """
+
+    kwargs: "OrderedDict[str, Any]"
+    rules: Sequence[LossRule]
+    rows: int
+    unit: int
+    most: int
+    number: int
+    is_first: bool
+    since: str
+
+    @property
+    def batch(self) -> Any:
+        """The whole batch."""
+        return next(iter(self.kwargs.values()))
+
+    def split(self, units: int, *, other: bool = False) -> list[int]:
+        """Return the rows of each micro-batch for `units` units.
+
+        Args:
+            units: The number of units to split.
+            other: Whether to return another split, if there is one.
+        """
+        splits = splits_of(units)
+        return [self.unit * part for part in splits[(self.number + other) % len(splits)]]
+
+
+class Examination:
+    """Runs the trials of a check.
+
+    Args:
+        trainer: The Trainer, in `fit`.
+        runner: Runs the step and undoes it.
+        splitter: Splits batches.
+        tables: The merge rules, which the trials extend.
+        fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        runner: Runner,
+        *,
+        splitter: BatchSplitter,
+        tables: Tables,
+        fits: Callable[[int], bool | None],
+    ) -> None:
+        self._trainer, self._runner = trainer, runner
+        self._splitter, self._tables, self._fits = splitter, tables, fits
+        self._largest: int | None = None
+
+    def findings(self, check: Check) -> Findings | str:
+        """Return the findings of a check, or why it is undecided.
+
+        Args:
+            check: The check to run.
+
+        Raises:
+            SplitError: If the whole rows and their micro-batches give different results.
+        """
+        most = check.rows // check.unit
+        if most < 2:
+            return f"a batch of {check.rows} rows has no two units to compare"
+        units = self._predicted_to_fit(min(check.most, most, self._largest or most), check.unit)
+        if check.is_first and self._fits(self._wider * min(most, _AT_FIRST) * check.unit):
+            units = max(units, min(most, _AT_FIRST, self._largest or most))
+        while True:
+            found = self._sound(check, units)
+            if found is not None or units == 2:
+                break
+            units = self._largest = max(units // 2, 2)
+        if isinstance(found, str):
+            found = self._of_more(check, units, self._largest or most) or found
+        if found is None:
+            found = self._recomputed(check, units)
+        if found is None and self._trainer.strategy.root_device.type != "cpu":
+            try:
+                found = self._on_host(check, units)
+            except SplitError:
+                raise
+            except Exception as error:  # the module may use operations that the CPU lacks
+                log.info("The exactness check could not run on the CPU either: %s", error)
+        return "memory ran out while it was checked" if found is None else found
+
+    def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
+        """Repeat an undecided check on as many rows as are predicted to fit.
+
+        Few rows may lack the rare rows that decide a check. Return None if no more rows are predicted to fit, or memory runs out.
+        """
+        while units > few and not self._fits(self._wider * units * check.unit):
+            units //= 2
+        return self._sound(check, units) if units > few else None
+
+    def _predicted_to_fit(self, units: int, unit: int) -> int:
+        while units > 2 and self._fits(self._wider * units * unit) is False:
+            units = max(units // 2, 2)
+        return units
+
+    @property
+    def _wider(self) -> int:
+        """The factor of a check's memory over training's.
+
+        It is 2 with autocast, because a check runs in float32.
+        """
+        return 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1
+
+    def _sound(self, check: Check, units: int) -> Findings | str | None:
+        """Return the findings on the device; the CPU repeats a refusal that may be wrong.
+
+        The findings of the CPU on the same rows replace the refusal, if the CPU agrees.
+        """
+        try:
+            return self._tried(check, units)
+        except SplitError:
+            if not may_be_wrong(self._trainer.strategy.root_device):
+                raise
+            # the refusal stands, unless the rows agree on the CPU
+            with suppress(Exception):
+                found = self._on_host(check, units)
+                if isinstance(found, Findings):
+                    return found
+            raise
+
+    def _recomputed(self, check: Check, units: int) -> Findings | str | None:
+        try:
+            blocks = CheckpointedBlocks(self._trainer.lightning_module, ALL)
+        except ConfigurationError:  # the module has no blocks, or recomputes activations already
+            return None
+        try:
+            return self._tried(check, units)
+        finally:
+            blocks.undo()
+
+    def _on_host(self, check: Check, units: int) -> Findings | str | None:
+        with on_host(self._trainer):
+            return self._tried(check, units, take=self._on_host_rows)
+
+    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
+        return to_host(self._splitter.split(batch, start, stop, rows=rows))
+
+    def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
+        """Return the findings on `units` units of rows; None if memory runs out."""
+        judge = Judge(self._runner, self._tables)
+        trial = Trial(
+            kwargs=check.kwargs,
+            batch_rows=check.rows,
+            start=window(check.batch, rows=check.rows, size=units * check.unit, unit=check.unit),
+            rows=units * check.unit,
+            take=take or self._splitter.split,
+            split=check.split(units),
+            is_quiet=not self._runner.draws_in_eval,
+        )
+        try:
+            found = judge.findings(trial, check.rules, since=check.since)
+            if isinstance(found, str) or not check.is_first:
+                return found
+            return self._confirmed(check, judge, trial, found)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self._runner.release()
+        # only here: inside the `except` block, the traceback holds the frames and their tensors
+        release_cached_memory(self._trainer.strategy.root_device)
+        return None
+
+    def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:
+        """Repeat the first check on another split, and with dropout if the module has any.
+
+        Two splits distinguish a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
+        """
+        rules = [rule for rule in check.rules if rule.name not in found.rejected]
+        all_units = trial.rows // check.unit
+        units = min(all_units, UNITS)
+        again = self._again(check, trial, units)
+        if again.is_quiet and again.split == trial.split:  # two units have only one split
+            return found
+        other = judge.findings(again, rules, since=check.since)
+        if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
+            other = judge.findings(self._again(check, trial, all_units), rules, since=check.since)
+        return other if isinstance(other, str) else found.joined(other)
+
+    def _again(self, check: Check, trial: Trial, units: int) -> Trial:
+        size = units * check.unit
+        return replace(
+            trial,
+            start=window(check.batch, rows=trial.batch_rows, size=size, unit=check.unit),
+            rows=size,
+            split=check.split(units, other=True),
+            is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
+        )

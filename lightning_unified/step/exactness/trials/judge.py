@@ -1,0 +1,132 @@
+"""One trial: run rows whole and in micro-batches, and compare every result."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.losses import LossRule, likeliest
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
+from lightning_unified.step.exactness.trials.learning import learn_results
+from lightning_unified.step.exactness.trials.refusals import refusal_of_gradients, refusal_of_state
+from lightning_unified.step.exactness.trials.run import Run, Runner
+from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
+from lightning_unified.step.results.written import differing
+
+__all__ = ["Findings", "Judge"]
+
+_DRAWN = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """The findings of one trial.
+
+    Args:
+        agreeing: The loss rules under which the gradients agree, in the order of the candidates.
+        rejected: The names of the loss rules under which the gradients differ.
+        rows: The number of rows that ran.
+        difference: The relative difference of the gradients under the first rule.
+        noise: A note on random draws; empty if there is none.
+    """
+
+    agreeing: Sequence[LossRule]
+    rejected: set[str]
+    rows: int
+    difference: float
+    noise: str
+
+    def joined(self, other: "Findings") -> "Findings":
+        """Return these findings combined with those of a later trial of the agreeing rules."""
+        names = {rule.name for rule in self.agreeing}
+        return replace(
+            self,
+            agreeing=[rule for rule in other.agreeing if rule.name in names] or other.agreeing,
+            rejected=self.rejected | other.rejected,
+            difference=max(self.difference, other.difference),
+            noise=other.noise or self.noise,
+        )
+
+
+class Judge:
+    """Compares whole runs with split runs, and learns into `tables` how their results merge."""
+
+    def __init__(self, runner: Runner, tables: Tables) -> None:
+        self._runner, self._tables = runner, tables
+        self._whose = type(runner.module).__name__
+        self._quiet_wholes: dict[tuple[int, int], Run] = {}
+
+    def findings(self, trial: Trial, rules: Sequence[LossRule], *, since: str) -> Findings | str:
+        """Return the findings of a trial, or why it is undecided.
+
+        Args:
+            trial: The rows to run, and their split.
+            rules: The loss rules that may hold.
+            since: A sentence for a refusal: which batches were split before.
+
+        Raises:
+            SplitError: If the whole rows and their micro-batches give different results.
+            BaseException: An error that the step itself raises on the whole batch, unchanged.
+        """
+        runs = TrialRuns(self._runner, trial, quiet_wholes=self._quiet_wholes)
+        comparison = runs.quiet() if trial.is_quiet else None
+        if comparison is None or comparison.none_agrees(rules):
+            comparison = runs.replayed(rules)
+        if undecided := comparison.says_nothing:
+            self._learn(comparison, _closest(comparison, rules), repeat=runs.repeated, since=since)
+            return undecided
+        noise = _DRAWN if comparison.is_drawn else ""
+        if comparison.none_agrees(rules) and comparison.troubles:
+            comparison = runs.without_noise(comparison)
+            noise = f"{_DRAWN}; gradients were compared without them ({comparison.troubles[0]})"
+        off = {rule.name: comparison.off(rule) for rule in rules}
+        best = min(off.values(), key=lambda one: one.excess)
+        if best.excess > 1:
+            differences = {name: one.relative for name, one in off.items()}
+            not_replayed = comparison.troubles[0] if comparison.troubles else ""
+            parameter = self._runner.name_of(best.parameter)
+            refusal = refusal_of_gradients(
+                self._whose, trial.rows, differences, parameter=parameter, not_replayed=not_replayed
+            )
+            raise SplitError(refusal + since)
+        agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), 1)]
+        self._learn(comparison, agreeing[0], repeat=runs.repeated, since=since)
+        return Findings(
+            agreeing=agreeing,
+            rejected={name for name, one in off.items() if one.excess > 1},
+            rows=trial.rows,
+            difference=off[agreeing[0].name].relative,
+            noise=noise,
+        )
+
+    def _learn(self, comparison: Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
+        """Learn how results merge; refuse written state that no rule merges.
+
+        State that also differs between two equal runs is not refused.
+        """
+        tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
+        parts = split.parts(rule)
+        troubles = learn_results(self._tables, whole, split.runs, parts, tolerance=tolerance)
+        if whole.loss is not None:
+            losses = [run.loss for run in split.runs]
+            self._tables.outputs.learn("loss", losses, whole.loss, parts, tolerance=tolerance)
+        if troubles:
+            again = differing(whole.written, repeat().written)
+            troubles = [path for path in troubles if path not in again]
+        if troubles:
+            raise SplitError(refusal_of_state(self._whose, troubles) + since)
+
+
+def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
+    """Return the loss rule under which the most logs and outputs merge.
+
+    It serves checks whose gradients cannot decide.
+    """
+    split, tolerance = comparison.split, comparison.tolerance.relative
+
+    def lacking(rule: LossRule) -> int:
+        tables = Tables()
+        learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
+        return len(tables.unmergeable)
+
+    return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)

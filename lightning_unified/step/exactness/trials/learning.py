@@ -1,0 +1,92 @@
+"""Learn from one trial how outputs, logs, metrics and written state merge."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.results import Results
+from lightning_unified.step.results.logs import Logged, path_of_log
+from lightning_unified.step.results.merging import MicroBatchWeights
+from lightning_unified.step.results.trees import learn_tree
+from lightning_unified.step.results.written import learn_written
+
+__all__ = ["learn_results"]
+
+
+def learn_results(
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
+) -> list[str]:
+    """Learn how outputs, logs, metrics and written state of micro-batches merge.
+
+    Args:
+        tables: The tables that record the rules.
+        whole: The results of the whole rows.
+        runs: The results of the micro-batches.
+        parts: The weights of the micro-batches.
+        tolerance: The relative difference up to which two values count as equal.
+
+    Returns:
+        The paths of written state that no rule merges.
+    """
+    learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, parts, tolerance=tolerance)
+    for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
+        calls = [run.logs.get(key) for run in runs]
+        _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, parts, tolerance=tolerance)
+    for path in whole.logged_totals:  # metrics are empty before a check, so a rule may fit by chance
+        tables.logs.reject(path)
+    _learn_metrics(tables, whole, runs, parts, tolerance=tolerance)
+    return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
+
+
+def _learn_metrics(
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
+) -> None:
+    for path, state in whole.metrics.items():
+        for name, value in state.items():
+            values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
+            tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), parts, tolerance=tolerance)
+    for path, joins in whole.joins.items():
+        tables.joins[path] = joins and tables.joins.get(path, True)
+    for name, path in whole.logged_metrics.items():
+        lacks_rule = any(f"{path}.{state}" in tables.metrics.unmergeable for state in whole.metrics.get(path, {}))
+        if lacks_rule or tables.joins.get(path) is False:
+            tables.logs.unmergeable.add(name)
+
+
+def _without_seams(state: Any) -> Any:
+    """Return a list of tensors as one tensor; some metrics append an entry per update."""
+    if not (isinstance(state, list) and state and all(isinstance(entry, Tensor) for entry in state)):
+        return state
+    try:
+        return torch.cat([torch.atleast_1d(entry) for entry in state])
+    except RuntimeError:  # entries of different shapes, such as one per image
+        return state
+
+
+def _learn_log(
+    tables: Tables,
+    path: str,
+    whole: Logged | None,
+    calls: Sequence[Logged | None],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
+) -> None:
+    given = [call for call in calls if call is not None]
+    if whole is None or len(given) < len(calls):
+        tables.logs.reject(path)
+        return
+    if not isinstance(whole.values[-1], Tensor):  # a metric: its states are merged, not its value
+        return
+    values, sizes = [call.values[-1] for call in given], [call.batch_sizes[-1] for call in given]
+    tables.logs.learn(path, values, whole.values[-1], parts, tolerance=tolerance)
+    if whole.batch_sizes[-1] is None or None in sizes:
+        return
+    tables.logs.learn(f"batch_size of {path}", sizes, whole.batch_sizes[-1], parts, tolerance=0.0)
+    weighted = MicroBatchWeights(parts.rows, list(map(float, sizes)))
+    tables.sized_logs.learn(path, values, whole.values[-1], weighted, tolerance=tolerance)
+    if tables.sized_logs.rule(path) == "mean":
+        tables.logs.unmergeable.discard(path)

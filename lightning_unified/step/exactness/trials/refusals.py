@@ -1,0 +1,59 @@
+"""Error messages of trials: each names the module, the difference, and the ways out."""
+
+from collections.abc import Sequence
+
+__all__ = ["failure_on_rows", "refusal_of_gradients", "refusal_of_state"]
+
+
+def refusal_of_gradients(
+    whose: str, rows: int, differences: dict[str, float], *, parameter: str, not_replayed: str
+) -> str:
+    """Return the error message for gradients that no loss rule makes agree.
+
+    Args:
+        whose: The name of the module's class.
+        rows: The number of rows that ran.
+        differences: The relative difference of the gradients under each loss rule, by its name.
+        parameter: The parameter with the largest difference.
+        not_replayed: Why random draws could not be replayed; empty if they were, or the step draws none.
+    """
+    tried = "; ".join(f"{name}: {one:.1e}" for name, one in differences.items())
+    drawn = (
+        f" Its random draws could not be replayed ({not_replayed}), and without them it differs too; draw in prepare or "
+        "on_after_batch_transfer, which run once a batch."
+        if not_replayed
+        else ""
+    )
+    return (
+        f"{whose} cannot be split exactly: the gradient of {rows} rows differs from that of their micro-batches "
+        f"({tried}, relative, at {parameter}).{drawn} The ways out, in MicroBatchRules from "
+        "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
+        "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
+        "each row by itself; splittable=False to run batches whole; check=False to split all the same."
+    )
+
+
+def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
+    """Return the error message for a module whose step writes state that no rule merges.
+
+    Args:
+        whose: The name of the module's class.
+        paths: The paths of that state.
+    """
+    return (
+        f"{whose} writes {', '.join(paths[:3])} in its step, and what micro-batches write is not what the whole batch writes. Write it once a batch: in "
+        "on_train_batch_end or on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
+        "split all the same."
+    )
+
+
+def failure_on_rows(step: str, rows: str, error: BaseException) -> str:
+    """Return the beginning of the error message for a step that fails on some rows.
+
+    Args:
+        step: The class and the name of the step's method.
+        rows: The number of rows, such as `"3"` or `"3 of 8"`.
+        error: The error of the step.
+    """
+    text = (str(error).splitlines() or [""])[0]
+    return f"{step} fails on {rows} rows of its batch ({type(error).__name__}: {text}), so the batch cannot be split."

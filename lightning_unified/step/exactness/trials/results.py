@@ -1,0 +1,161 @@
+"""Undo the run of a step, and gather its outputs, logs, metrics and written state."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
+from torchmetrics import Metric
+
+from lightning_unified.step.exactness.draws.replay import DrawMode
+from lightning_unified.step.recovery.undone_run import Undone
+from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
+from lightning_unified.step.results.silent_loggers import say_direct_logs
+from lightning_unified.step.results.written import Written, written_since
+from lightning_unified.step.split.containers import entries_of, with_entries
+from lightning_unified.step.undo import StateWatch
+
+__all__ = ["Results", "aside", "copied", "is_batch_norm"]
+
+_JOINED = 1e-4  # relative; a state that does not add up differs by far more
+
+
+def is_batch_norm(child: nn.Module) -> bool:
+    """Return whether `child` is a BatchNorm layer, whose statistics mix rows in train mode.
+
+    A check runs these layers in eval mode, because the user has accepted their statistics per micro-batch.
+    """
+    return isinstance(child, _BatchNorm)
+
+
+@dataclass(kw_only=True)
+class Results:
+    """The outputs, logs, metrics and written state of one run of a step.
+
+    Args:
+        returned: The output of the step; of a training step, its entries besides the loss.
+        logs: The logged values, by hook, name and occurrence.
+        metrics: The states of updated torchmetrics objects, by path; they were empty before the run.
+        joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
+        logged_metrics: The paths of logged torchmetrics objects, by the path of the log.
+        logged_totals: The names of logs whose value a torchmetrics object computed over all batches so far.
+        written: The buffers, frozen parameters and attributes that the step wrote, by path.
+        generators: The states of Python's and NumPy's global generators after the run.
+        draws_on_host: Whether the run changed the states of these generators.
+        formats: The floating-point formats of the run: of 16-bit results and of the parameters.
+    """
+
+    returned: Any
+    logs: dict[LogKey, Logged]
+    metrics: dict[str, dict[str, Any]]
+    joins: dict[str, bool]
+    logged_metrics: dict[str, str]
+    logged_totals: set[str]
+    written: Written
+    generators: tuple[Any, Any]
+    draws_on_host: bool
+    formats: set[torch.dtype]
+
+
+@contextmanager
+def aside(
+    trainer: L.Trainer,
+    results: _ResultCollection | None,
+    draws: DrawMode,
+    *,
+    in_eval: Callable[[nn.Module], bool] = is_batch_norm,
+    state: StateWatch | None = None,
+) -> Iterator[Callable[[Any], Results]]:
+    """Undo a step that runs inside the block.
+
+    Yield a function that takes the step's output, and returns all results of the step.
+
+    Args:
+        trainer: The Trainer that runs the step.
+        results: Lightning's collection of logged values.
+        draws: The draw mode in which the step runs; it records the formats of results.
+        in_eval: Returns whether a child of the module is in eval mode inside the block.
+        state: The watch over the state that the step may change; None for a new one.
+    """
+    module, logs = trainer.lightning_module, LogRecorder()
+    with ExitStack() as stack:
+        undone = stack.enter_context(Undone(trainer, in_eval=in_eval, state=state))
+        stack.enter_context(logs.recording(results))
+        metrics = undone.metrics
+        for metric in metrics.values():
+            metric.reset()
+        records = {path: UpdateRecord(metric) for path, metric in metrics.items() if not can_join(metric)}
+        for record in records.values():
+            stack.enter_context(record.watching())
+        asked = ComputeRecord(metrics.values())
+        stack.enter_context(asked.watching())
+        before = _host_generators()
+
+        def gather(returned: Any) -> Results:
+            after = _host_generators()
+            written = written_since(undone.noted)
+            if any(one.kind == "entry" for one in written.values()):
+                undone.look()  # the step may have created metrics
+            return Results(
+                returned=apply_to_collection(returned, Tensor, Tensor.detach),
+                logs=logs.logged,
+                metrics=_states_of(undone.metrics),
+                joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
+                logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
+                logged_totals=_logged_totals(logs.logged, asked),
+                written=written,
+                generators=after,
+                draws_on_host=after != before,
+                formats={*draws.formats, *(one.dtype for one in module.parameters() if one.is_floating_point())},
+            )
+
+        yield gather
+        if undone.writes_logs:
+            say_direct_logs(trainer)
+
+
+def copied(batch: Any) -> Any:
+    """Return a copy of a batch with its tensors copied, because a step may write them in place."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if isinstance(batch, PackedSequence):
+        return type(batch)(*map(copied, batch))
+    entries = entries_of(batch)
+    if entries is None:
+        clone = getattr(batch, "clone", None)  # graph batches of torch_geometric have `clone`
+        return clone() if callable(clone) else batch
+    return with_entries(batch, [(name, copied(entry)) for name, entry in entries])
+
+
+def _states_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
+    """Return the states of updated metrics, by path."""
+    states = {path: metric_state(metric) for path, metric in metrics.items() if metric._update_count}
+    return {path: {name: state[name] for name in metrics[path]._defaults} for path, state in states.items()}
+
+
+def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metric]) -> dict[str, str]:
+    by_identity = {id(metric): path for path, metric in metrics.items()}
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name: by_identity[id(value)] for name, value in values.items() if id(value) in by_identity}
+
+
+def _logged_totals(logged: Mapping[LogKey, Logged], asked: ComputeRecord) -> set[str]:
+    """Return the names of logs whose value a metric computed over all batches so far."""
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name for name, value in values.items() if isinstance(value, Tensor) and asked.has(value)}
+
+
+def _host_generators() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])

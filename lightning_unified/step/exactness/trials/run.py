@@ -1,0 +1,184 @@
+"""Run `training_step` and backward on some rows, record all results, and undo the run."""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+
+from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
+from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
+from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
+from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
+from lightning_unified.step.recovery.oom import is_out_of_memory
+from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
+from lightning_unified.step.results.logs import inside_hook
+
+__all__ = ["Run", "Runner"]
+
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
+
+
+@dataclass(kw_only=True)
+class Run(Results):
+    """The gradient and results of one run of `training_step` and its backward pass.
+
+    Args:
+        gradient: Samples of the gradient.
+        loss: The loss, detached; None if the step returned none.
+    """
+
+    gradient: GradientSample
+    loss: Tensor | None
+
+
+class Runner:
+    """Runs a module's step and undoes it.
+
+    Args:
+        trainer: The Trainer, in `fit`.
+        step: Runs `training_step` as the loop does.
+
+    Attributes:
+        module: The module whose step runs.
+        keeps_autocast: Whether the step runs with autocast, because it fails without it.
+        draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
+        counters: The counters of the run's progress that the step reads.
+    """
+
+    def __init__(self, trainer: L.Trainer, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult]) -> None:
+        self._trainer, self._step = trainer, step
+        self.module = trainer.lightning_module
+        self.keeps_autocast = self.draws_in_eval = False
+        self.counters = Counters()
+        self._sampled: list[Tensor] = []
+        self._state = state_of_step(trainer)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a layer of the module, in train mode, applies dropout."""
+        return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self.module.modules())
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        return self._trainer.strategy.root_device
+
+    def release(self) -> None:
+        """Drop the copies of state that runs have made."""
+        self._state.release()
+
+    def run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode) -> Run:
+        """Run the step on `batch`, run the backward pass of its loss, and undo both.
+
+        Args:
+            kwargs: The arguments of `training_step`, the batch first.
+            batch: The batch for the step. Its tensors are copied, because a step may write them in place.
+            draws: The mode that records or replaces random draws.
+        """
+        results = self._trainer.fit_loop.epoch_loop._results
+        own = copied(batch)
+        in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
+        with self._precise(), aside(self._trainer, results, draws, in_eval=in_eval, state=self._state) as gather:
+            parameters = parameters_of_step(self._trainer)
+            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            with torch.enable_grad():
+                result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
+            self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
+            gradient = sample_gradients(self._sampled, scale=scale)
+            return Run(gradient=gradient, loss=result.loss, **vars(gather(result.extra)))
+
+    def _differentiated(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        batch: Any,
+        draws: DrawMode,
+        parameters: Sequence[Tensor],
+        *,
+        scale: float,
+    ) -> ClosureResult:
+        key = next(iter(kwargs))
+        own = OrderedDict(kwargs, **{key: batch})
+        if "batch_idx" in own:
+            own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
+        with draws, self.counters.watching():
+            result = self._step(own)
+        for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
+            parameter.grad = None
+        loss = result.closure_loss
+        if loss is not None and loss.requires_grad:
+            with draws if draws.covers_backward else nullcontext(), inside_hook(self.module, "backward"):
+                self.module.backward(loss * scale)
+        result.closure_loss = None
+        return result
+
+    def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
+        """Return the error of the step on the whole batch without gradients; None without one.
+
+        None also if memory runs out.
+        """
+        key, batch = next(iter(kwargs.items()))
+        own = copied(batch)
+        with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():
+            try:
+                self._step(OrderedDict(kwargs, **{key: own}))
+            except Exception as error:
+                return None if is_out_of_memory(error) else error
+        return None
+
+    def name_of(self, index: int) -> str:
+        """Return the name of the parameter whose gradient has the given index."""
+        parameter = self._sampled[index]
+        return next(
+            (name for name, one in self.module.named_parameters() if one is parameter), "a parameter of the optimizer"
+        )
+
+    @property
+    def leaves_out_autocast(self) -> bool:
+        """Whether the check runs the step without autocast, although it trains with autocast."""
+        return isinstance(self._trainer.strategy._precision_plugin, MixedPrecision) and not self.keeps_autocast
+
+    @contextmanager
+    def _precise(self) -> Iterator[None]:
+        """Compute in the parameters' own format: without autocast, and without TF32."""
+        strategy = self._trainer.strategy
+        plugin = strategy._precision_plugin
+        with ExitStack() as undo:
+            undo.enter_context(_without_tf32())
+            if "torch._dynamo" in sys.modules:  # compiled code hides random draws from the mode
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            if self.leaves_out_autocast:
+                undo.callback(setattr, strategy, "_precision_plugin", plugin)
+                strategy._precision_plugin = Precision()
+            yield
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute float32 in float32 inside the block.
+
+    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises an error.
+    `torch.backends.cudnn.flags` reads it, for instance in CTC losses. So this block sets the older switches too, if they can be read.
+    """
+    cudnn: Any = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    with ExitStack() as undo:
+        for place in places:
+            undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
+        with suppress(RuntimeError):
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        with suppress(RuntimeError):
+            undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+            cudnn.allow_tf32 = False
+        for place in places:
+            if place.fp32_precision == "tf32":
+                place.fp32_precision = "ieee"
+        yield

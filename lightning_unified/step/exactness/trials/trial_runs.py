@@ -1,0 +1,149 @@
+"""The runs of one trial, with random draws replayed or left out."""
+
+from collections.abc import Sequence
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.draws.constant import ConstantDraws
+from lightning_unified.step.exactness.draws.host import equal_host_draws
+from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, Order, RecordDraws, ReplayDraws
+from lightning_unified.step.exactness.losses import LossRule
+from lightning_unified.step.exactness.rows import starts_of
+from lightning_unified.step.exactness.trials.comparison import Comparison, SplitRuns, Trial
+from lightning_unified.step.exactness.trials.refusals import failure_on_rows
+from lightning_unified.step.exactness.trials.run import Run, Runner
+from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.oom import is_out_of_memory
+from lightning_unified.step.results.written import drawn_unequally, with_states_of
+
+__all__ = ["TrialRuns"]
+
+
+class TrialRuns:
+    """Runs the rows of a trial whole and in micro-batches, with a choice of random draws.
+
+    Args:
+        runner: Runs the step and undoes it.
+        trial: The rows to run, and their split.
+        quiet_wholes: Whole runs without dropout, by first row and number of rows. The trials of one check share them.
+    """
+
+    def __init__(self, runner: Runner, trial: Trial, *, quiet_wholes: dict[tuple[int, int], Run]) -> None:
+        self._runner, self._trial, self._quiet_wholes = runner, trial, quiet_wholes
+
+    def quiet(self) -> Comparison | None:
+        """Compare without watching operators, with dropout layers in eval mode.
+
+        Return None if the step draws random numbers nevertheless.
+        """
+        generators = GeneratorWatch(self._runner.device).note
+        rows = (self._trial.start, self._trial.rows)
+        whole = self._quiet_wholes.get(rows)
+        if whole is None:
+            watch = NoDraws(generators)
+            whole = self._whole(watch)
+            if watch.has_drawn or whole.draws_on_host:
+                self._runner.draws_in_eval = True
+                return None
+            self._quiet_wholes[rows] = whole
+        return Comparison(whole=whole, split=self._parts([NoDraws(generators) for _ in self._trial.split]))
+
+    def replayed(self, rules: Sequence[LossRule]) -> Comparison:
+        """Compare with replayed draws, first without watching the backward pass.
+
+        The backward pass seldom draws.
+        """
+        comparison = self._compared(order="interleaved", covers_backward=False)
+        if comparison.says_nothing or not comparison.is_drawn or not comparison.none_agrees(rules):
+            return comparison
+        comparison = self._compared(order="interleaved", covers_backward=True)
+        if not comparison.is_ordered or not comparison.none_agrees(rules):
+            return comparison
+        other = self._compared(order="blocks", covers_backward=True)
+        return comparison if other.none_agrees(rules) else other
+
+    def without_noise(self, drawn: Comparison) -> Comparison:
+        """Compare while random operators return constants.
+
+        Args:
+            drawn: A comparison of the same rows with random draws, of which some could not be replayed.
+        """
+        with equal_host_draws(self._runner.module):
+            whole = self._whole(ConstantDraws())
+            split = self._parts([ConstantDraws() for _ in self._trial.split])
+        comparison = Comparison(whole=whole, split=split, troubles=drawn.troubles[:1], is_drawn=True)
+        for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
+            run.written = with_states_of(run.written, other.written)
+        return comparison
+
+    def repeated(self) -> Run:
+        """Run all rows of the trial once more, with other random draws."""
+        return self._whole(RecordDraws())
+
+    def _compared(self, *, order: Order, covers_backward: bool) -> Comparison:
+        """Compare with replayed draws: each micro-batch gets the draws of its rows."""
+        recorded = RecordDraws(covers_backward=covers_backward)
+        whole = self._whole(recorded)
+        replays = [
+            ReplayDraws(
+                recorded.draws,
+                rows=self._trial.rows,
+                start=start,
+                stop=start + size,
+                order=order,
+                covers_backward=covers_backward,
+            )
+            for start, size in zip(starts_of(self._trial.split), self._trial.split, strict=True)
+        ]
+        split = self._parts(replays)
+        for replay in replays:
+            replay.finish()
+        troubles = [trouble for replay in replays for trouble in replay.troubles]
+        if any(run.generators != whole.generators for run in split.runs):
+            troubles.append("its step draws from Python's or NumPy's generator, more or less often for fewer rows")
+        own = drawn_unequally(whole.written, [run.written for run in split.runs])
+        troubles += [f"its step draws from {path}, more or less often for fewer rows" for path in own]
+        return Comparison(
+            whole=whole,
+            split=split,
+            troubles=troubles,
+            is_drawn=recorded.has_drawn or whole.draws_on_host or bool(own),
+            is_ordered=any(replay.is_ordered for replay in replays),
+        )
+
+    def _parts(self, draws: Sequence[DrawMode]) -> SplitRuns:
+        """Run every micro-batch under its own draw mode."""
+        trial, sizes = self._trial, self._trial.split
+        batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
+        runs = []
+        for batch, size, mode in zip(batches, sizes, draws, strict=True):
+            try:
+                runs.append(self._runner.run(trial.kwargs, batch, mode))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise self._failure(error, f"{size} of {trial.rows}") from error
+        return SplitRuns(sizes=sizes, batches=batches, runs=runs)
+
+    def _whole(self, draws: DrawMode) -> Run:
+        trial, runner = self._trial, self._runner
+        try:
+            return runner.run(trial.kwargs, trial.part(0, trial.rows), draws)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if runner.leaves_out_autocast:  # the module may need autocast
+                runner.keeps_autocast = True
+                return self._whole(draws)
+            if trial.is_whole:
+                raise
+            own = runner.failure(trial.kwargs)
+            if own is not None and type(own) is type(error):  # the whole batch fails too: raise the user's error
+                raise own from None
+            raise self._failure(error, f"{trial.rows}") from error
+
+    def _failure(self, error: Exception, rows: str) -> SplitError:
+        step = f"{type(self._runner.module).__name__}.training_step"
+        return SplitError(
+            f"{failure_on_rows(step, rows, error)} In MicroBatchRules: unit=n if n rows belong together, splittable=False to run "
+            "batches whole, or check=False if it is sound on the micro-batches used."
+        )

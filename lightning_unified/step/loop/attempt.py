@@ -1,0 +1,68 @@
+"""One attempt at a step, and how to undo it."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_unified.errors import HalfUpdatedError
+from lightning_unified.step.loop.closure import ZeroGrad
+from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
+from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
+
+__all__ = ["Attempt"]
+
+_HALF_UPDATED = (
+    "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
+    "half-updated weight is ever saved. Resume from the last checkpoint with an optimizer that needs no temporaries "
+    "(fused=True), a smaller memory.micro_batch_size, or optimizer_rollback=True, which keeps a copy to go back to."
+)
+
+
+class Attempt:
+    """The state, gradients and weights before one attempt at a step.
+
+    Args:
+        snapshot: All other state, and the batch.
+        optimizer: The optimizer whose parameters are trained.
+        within_window: Whether there are gradients of earlier batches, which no `zero_grad` drops.
+        copies_weights: Whether weights are copied before the optimizer writes them, and not only watched.
+
+    Attributes:
+        snapshot: The argument.
+        gradients: The gradients of the window's earlier batches.
+        zeroing: Zeroes the gradients of this batch; None within a window.
+    """
+
+    def __init__(
+        self, snapshot: StepSnapshot, optimizer: Optimizer, *, within_window: bool, copies_weights: bool
+    ) -> None:
+        self.snapshot = snapshot
+        self.gradients = HeldGradients(optimizer, within_window=within_window)
+        self.zeroing: ZeroGrad | None = None
+        self._copies_weights = copies_weights
+        self._weights: WeightsWatch | WeightsCopy | None = None
+
+    def before_weights(self, optimizer: Optimizer) -> None:
+        """Record weights and optimizer state before they are written.
+
+        If an optimizer runs its closure again, its first record is kept, because it has written already.
+        """
+        if self._weights is None:
+            self._weights = (WeightsCopy if self._copies_weights else WeightsWatch)(optimizer)
+
+    def restore_weights(self) -> bool:
+        """Restore weights and optimizer state; return False if some are written and cannot be restored."""
+        return self._weights is None or self._weights.restore()
+
+    def undo(self) -> Any:
+        """Undo the attempt, weights first, and return the batch for the next one.
+
+        Raises:
+            HalfUpdatedError: If weights cannot be restored.
+        """
+        if not self.restore_weights():
+            raise HalfUpdatedError(_HALF_UPDATED)
+        self.gradients.restore()
+        if self.zeroing is not None:
+            self.zeroing.undo()
+        return self.snapshot.undo()

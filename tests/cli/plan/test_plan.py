@@ -1,0 +1,364 @@
+"""The command `plan` with a made-up planner.
+
+Tests cover composition, building, arguments, output and refusals.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning import LightningModule
+
+from lightning_unified.cli.main import main as any_command
+from lightning_unified.cli.plan.command import main
+from lightning_unified.cost_model import rates
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.rates import Alignment, tabled_rates
+from lightning_unified.cost_model.rates.calibration import CACHE_VARIABLE, Calibration
+from lightning_unified.cost_model.search import Candidate
+from lightning_unified.hardware.simulated import PROFILES
+from lightning_unified.planner import predict
+
+CONF = str(Path(__file__).resolve().parents[3] / "conf")
+GIB = 2**30
+TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
+MINE = f"{__file__}:"
+
+
+class Net(LightningModule):
+    def __init__(self, width=4, depth=1):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+
+
+def three_billion():
+    return Net(width=2**14, depth=12)
+
+
+def my_batch():
+    return {"x": torch.zeros(6, 4), "length": 3}
+
+
+class Calls:
+    """A planner that notes what it is asked and answers that `need` bytes are taken."""
+
+    def __init__(self, need=GIB):
+        self.need, self.one, self.many = need, [], []
+
+    def plan(self, module, batch, **options):
+        self.one.append(SimpleNamespace(module=module, batch=batch, **options))
+        return self._made(options["budget"], options["precision"])
+
+    def plan_many(self, module, batch, machines, **options):
+        self.many.append(SimpleNamespace(machines=machines, **options))
+        return {name: self._made(budget, options["precision"]) for name, (_, budget, _) in machines.items()}
+
+    def _made(self, budget, precision):
+        usual = {"precision": precision, "recompute": None}
+        if self.need > budget:
+            least = Candidate(
+                micro_batch_size=1,
+                parts=8,
+                precision=precision,
+                recompute="none",
+                optimizer_kernel=None,
+                loss_chunk=None,
+                peak_bytes=self.need,
+                reserved_bytes=self.need,
+                seconds=0.5,
+                fits=False,
+            )
+            return Plan(micro_batch_size=None, budget_bytes=budget, alternatives=(least,), **usual)
+        peak = Prediction(
+            peak_bytes=self.need,
+            reserved_bytes=self.need,
+            categories={"weights": self.need},
+            confidence="high",
+            seconds=0.5,
+            instant="backward",
+            rows=2,
+            parts=4,
+        )
+        return Plan(micro_batch_size=2, budget_bytes=budget, prediction=peak, **usual)
+
+    @property
+    def call(self):
+        return self.one[-1]
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """Answer for the planner."""
+        with (
+            patch.object(predict, "plan", self.plan),
+            patch.object(predict, "plan_many", self.plan_many),
+            patch.object(rates, "tabled_rates", lambda name: f"rates of {name}"),
+        ):
+            yield
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def command(calls, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        capfd.readouterr()
+        with calls.in_place():
+            code = main(list(arguments), config_path=CONF)
+        return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """One plan, as it is asked for, passed on and printed."""
+    calls, folder, out = Calls(), tmp_path_factory.mktemp("empty"), io.StringIO()
+    shapes = ("data.batch_size=24", "data.sequence_length=64", "data.val_batch_size=48")
+    steps = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5", "memory.budget=4GiB")
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), calls.in_place():
+        code = main([*TINY, *shapes, *steps, "--fits-where"], config_path=CONF)
+    return SimpleNamespace(code=code, out=out.getvalue(), folder=folder, calls=calls, call=calls.call)
+
+
+def test_a_plan_is_printed_and_leaves_nothing_behind(usual):
+    assert usual.code == 0
+    assert "gearhead on this machine's cpu" in usual.out and "Peak by category" in usual.out
+    assert list(usual.folder.iterdir()) == []
+
+
+def test_the_module_takes_no_memory_and_the_batch_is_the_whole_one(usual):
+    assert {parameter.device.type for parameter in usual.call.module.parameters()} == {"meta"}
+    assert {name: tuple(tensor.shape) for name, tensor in usual.call.batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "error_code_ids", "diagnosis_labels"), (24, 64)
+    )
+
+
+def test_the_batch_of_validation_is_the_data_module_s_own(usual):
+    assert {tuple(tensor.shape) for tensor in usual.call.validation_batch.values()} == {(48, 64)}
+
+
+def test_the_trainer_is_that_of_the_run_without_what_watches_it(usual):
+    trainer = usual.call.trainer
+
+    assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.max_steps) == (3, 0.5, 600)
+    assert trainer.loggers == [] and not [
+        each for each in trainer.callbacks if type(each).__module__.startswith("lightning_unified")
+    ]
+
+
+def test_what_nobody_settled_is_the_planner_s_choice(usual):
+    assert (usual.call.micro_batch_size, usual.call.recompute, usual.call.rates) == (None, "auto", None)
+
+
+def test_what_fits_where_asks_every_machine_with_a_precision_and_rates_of_its_own(usual):
+    by_precision = {group.precision: group.machines for group in usual.calls.many}
+
+    assert {name for group in by_precision.values() for name in group} == set(PROFILES)
+    assert set(by_precision["32-true"]) == {"rx6750xt-12gb"} and len(by_precision) == 2
+    assert by_precision["bf16-mixed"]["h200"][0] == "cuda" and by_precision["bf16-mixed"]["h200"][2] == "rates of h200"
+
+
+def test_the_planner_gets_resolved_settings_and_other_machines_the_written_ones(command, calls):
+    done = command(
+        *TINY,
+        *("memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed"),
+        *("--fits-where", "--json", "--generate", "32", "--rows", "5"),
+    )
+
+    call, many = calls.call, calls.many[0]
+    assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
+    assert (call.micro_batch_size, call.recompute) == (4, True)
+    assert many.recompute is True and "micro_batch_size" not in vars(many)
+    told = json.loads(done.out)
+    assert set(told["machines"]) == set(PROFILES)
+    assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 8 * GIB, 8)
+    assert told["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
+    assert told["plan"]["prediction"]["peak_bytes"] == GIB
+    assert (told["generation"]["rows"], told["generation"]["new_tokens"]) == (5, 32)
+    assert told["generation"]["bytes"]["peak_bytes"] > 0
+    assert told["plan"]["reasons"]["budget"].startswith("as written")
+
+
+def test_a_simulated_machine_gives_backend_budget_rates_and_model_settings(command, calls):
+    done = command("model=gearhead-34m", "simulate=m2-16gb", "memory.budget=6GiB")
+
+    call = calls.call
+    assert (call.device, call.budget, call.rates, call.precision) == ("mps", 6 * GIB, "rates of m2-16gb", "bf16-mixed")
+    assert (call.micro_batch_size, call.recompute) == (4, True)
+    assert "gearhead-34m on m2-16gb" in done.out
+
+
+def test_absent_hardware_is_simulated_by_the_smallest_machine_with_the_budget(command, calls):
+    done = command(*TINY, "hardware=mps", "memory=large")
+
+    assert (calls.call.device, calls.call.rates, calls.call.budget) == ("mps", "rates of m4-pro-48gb", 28 * GIB)
+    assert "it stands in for mps, which is not here" in " ".join(done.out.split())
+
+
+def test_a_user_s_module_and_batch_are_planned(command, calls):
+    done = command(
+        "hardware=cpu", "--module", f"{MINE}Net", "--kwargs", "width=8", "depth=2", "--batch", f"{MINE}my_batch"
+    )
+
+    assert done.code == 0, done.err
+    assert len(calls.call.module.layers) == 2 and calls.call.module.layers[0].in_features == 8
+    assert list(calls.call.batch) == ["x", "length"]
+    assert "Net, 144 parameters" in done.out and "6 rows: x 6×4 float32" in done.out
+
+
+def test_a_module_of_three_billion_parameters_is_planned_without_its_memory(command, calls):
+    done = command("hardware=cpu", "memory.budget=2GiB", "--module", f"{MINE}three_billion", "--batch-shape", "1x16384")
+
+    assert done.code == 0, done.err
+    assert "Net, 3,221,422,080 parameters" in done.out
+
+
+def test_the_page_is_also_written_and_drawn(command, tmp_path):
+    assert command(*TINY, "--markdown", "out/plan.md", "--png", "out/plan.png").code == 0
+
+    assert (tmp_path / "out/plan.md").read_text().startswith("# gearhead on this machine's cpu\n")
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_that_fits_nowhere_is_shown_and_is_one(command, calls):
+    calls.need = 7 * GIB
+    done = command(*TINY, "memory.budget=1GiB")
+
+    assert done.code == 1
+    assert "verdict" in done.out and "Memory each plan needs" in done.out
+    assert (
+        "gearhead does not fit into 1.00 GiB: the smallest step found takes 7.00 GiB. Raise memory.budget" in done.err
+    )
+
+
+MISTAKES = {
+    "an unknown flag": (["--fit-where"], "--fit-where: there is no such flag; did you mean --fits-where?"),
+    "a flag without its value": (["--png"], "argument --png: expected one argument; see python -m"),
+    "a calibration that is neither": (["--calibration", "drop"], "invalid choice: 'drop'"),
+    "a misspelt key": (["model.widht=3"], "model.widht: there is no such key; did you mean model.width?"),
+    "a run directory": (["run_dir=here"], "run_dir: a plan neither writes nor continues a run directory"),
+    "a machine that is not known": (["simulate=m2-15gb"], "did you mean m2-16gb?"),
+    "absent hardware of unknown size": (
+        ["hardware=mps", "memory.budget=auto"],
+        "hardware=mps is not here, and memory.budget=auto depends on the machine. Name one with simulate=m1-8gb",
+    ),
+    "hardware that contradicts the machine": (["hardware=cuda", "simulate=m2-16gb"], "hardware=cuda is not present"),
+    "a budget above the pool": (["simulate=m1-8gb", "memory=large"], "the largest tier that fits is memory=debug"),
+    "a module without a batch": (["--module", "a:B"], "--module a:B needs a batch to plan for"),
+    "two batches": (["--batch", "a:b", "--batch-shape", "2x3"], "--batch and --batch-shape both define"),
+    "arguments without a module": (["--kwargs", "a=1"], "--kwargs are the arguments of --module"),
+    "a model beside a module": (
+        ["model=gearhead", "--module", f"{MINE}Net", "--batch-shape", "2x3"],
+        "model: with --module the model and its data are yours",
+    ),
+    "a generation of nothing that generates": (
+        ["hardware=cpu", "--module", f"{MINE}Net", "--batch-shape", "2x3:int64", "--generate", "4"],
+        "--generate 4: Net holds no network known to generate",
+    ),
+    "rows of no generation": (["--rows", "4"], "--rows and --prompt describe a generation; give --generate"),
+    "another shell": (["--shell-completion", "install=zsh"], "plan completes in bash"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_in_one_clear_message(command, name):
+    arguments, message = MISTAKES[name]
+    done = command(*arguments)
+
+    assert (done.code, done.out) == (2, "")
+    assert message in " ".join(done.err.split())
+    assert len(done.err.splitlines()) <= 12
+
+
+@pytest.fixture
+def corrections(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    kept = Calibration.load("a-gpu-80gib")
+    kept.record("cuda bf16-mixed none", predicted_bytes=100, measured_bytes=103)
+    gain = {"device": "a GPU", "dtype": "bfloat16", "seconds_per_row": {}, "without": {"multiple of 64": 1.2}}
+    kept.keep(
+        rates=tabled_rates("h200"), alignment=Alignment(**gain, multiple=64, gain=1.2, source="measured, made up")
+    )
+    return kept.path
+
+
+def test_what_was_learnt_of_a_machine_is_shown_with_its_sources(command, corrections):
+    done = command("--calibration", "show")
+
+    text = " ".join(done.out.split())
+    assert done.code == 0 and "1 machine in" in text
+    assert "peak, cuda bf16-mixed none 1.030 measured over predicted" in text and "TFLOP/s table:" in text
+    assert "alignment × 1.20 without on a GPU sizes that are multiples of 64 pay" in text
+    assert list(json.loads(command("--calibration", "show", "--json").out)["machines"]) == ["a-gpu-80gib"]
+
+
+def test_what_was_learnt_is_forgotten_when_asked(command, corrections):
+    assert "forgotten: a-gpu-80gib" in command("--calibration", "clear").out
+    assert not corrections.exists()
+    assert "nothing to forget" in command("--calibration", "clear").out
+    assert "nothing is kept yet" in command("--calibration", "show").out
+
+
+def test_the_help_names_every_flag_the_groups_and_the_exit_codes(command):
+    done = command("--help")
+
+    assert done.code == 0
+    for text in (
+        "--fits-where",
+        "--batch-shape",
+        "memory     auto, debug, large",
+        "1 nothing fits",
+        "simulate=m2-16gb",
+    ):
+        assert text in done.out
+
+
+def test_the_command_is_one_of_those_there_are(capfd):
+    assert any_command(["--help"]) == 0
+    assert "lightning_unified plan " in capfd.readouterr().out
+    assert any_command(["plam"]) == 2
+    assert "did you mean plan?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("python -m lightning_unified plan --fi", ["--fits-where"]),
+        ("python -m lightning_unified plan memory=de", ["memory=debug"]),
+        ("python -m lightning_unified plan --json memory=small model.wid", ["model.width="]),
+    ],
+)
+def test_a_line_is_completed_with_flags_groups_and_keys(command, monkeypatch, line, choices):
+    monkeypatch.setenv("COMP_LINE", line)
+
+    assert command("--shell-completion", "query=bash").out.split() == choices
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
+def test_what_is_installed_is_bash_and_keeps_the_completion_that_was_there(command):
+    install = command("--shell-completion", "install=bash").out
+    script = f"before() {{ COMPREPLY=(kept); }}\ncomplete -F before python\n{install}\nCOMP_LINE='python x.py '\n_lightning_unified_plan\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
+
+    assert (done.stdout.strip(), done.stderr) == ("kept", "")
+
+
+def test_planning_starts_without_the_slow_imports_where_the_request_makes_no_sense():
+    probe = "import sys; from lightning_unified.cli.plan.command import main; main(['--nope']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"

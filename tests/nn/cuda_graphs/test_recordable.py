@@ -1,0 +1,103 @@
+"""What cannot be recorded is found by looking at an eager call, and said."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
+
+pytestmark = pytest.mark.usefixtures("graphs_by_python")
+
+
+def settle(net, x):
+    for _ in range(SETTLED + 1):
+        net(x).sum().backward()
+
+
+class Odd(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how, self.outside = nn.Linear(4, 4), how, [torch.ones(4, requires_grad=True)]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.how == "item":
+            return y * y.sum().item()
+        if self.how == "mask":
+            return y[y > 0]
+        if self.how == "assigned mask":
+            y[y > 0] = 1.0
+            return y
+        if self.how == "checkpoint":
+            return checkpoint(torch.sin, y, use_reentrant=False)
+        if self.how == "reentrant":
+            return checkpoint(torch.sin, y, use_reentrant=True)
+        if self.how == "outside":
+            return y * self.outside[0]
+        if self.how == "rebinds":
+            self.count = self.count + 1
+            return y
+        if self.how == "list":
+            return [y, "words"]
+        if self.how == "detached":
+            return y.detach()
+        return y + x.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("item", "_local_scalar_dense waits for values"),
+        ("mask", "takes a mask"),
+        ("assigned mask", "takes a mask"),
+        ("checkpoint", "recomputed, moved or packed"),
+        ("reentrant", "use_reentrant=True"),
+        ("outside", "no parameter of its own"),
+        ("rebinds", "replaces tensors of its own"),
+        ("list", "other than tensors and None"),
+        ("detached", "none of its outputs requires a gradient"),
+        ("in place", "writes into its arguments"),
+    ],
+)
+def test_what_cannot_be_recorded_is_found_without_recording_it_and_said(how, reason, caplog, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "record", lambda *_, **__: pytest.fail("it was recorded"))
+    net = Odd(how)
+    RecordedCalls(net)
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        for _ in range(SETTLED + 2):
+            net(torch.randn(2, 4))
+
+    assert caplog.text.count("runs eagerly as it is now") >= 1
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_modules_with_hooks_are_not_recorded(hook, caplog):
+    net = nn.Sequential(nn.Linear(4, 4))
+    getattr(net[0], hook)(lambda *_: None)
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        recorded = RecordedCalls(net)
+    settle(net, torch.randn(2, 4))
+
+    assert recorded.recorded == 0
+    assert "0 (Linear) has hooks" in caplog.text
+
+
+def test_networks_with_compiled_parts_or_sparse_gradients_are_not_recorded(caplog):
+    compiled = nn.Sequential(nn.Linear(4, 4))
+    compiled[0]._compiled_call_impl = compiled[0]._call_impl  # as `Module.compile` sets it
+    sparse = nn.Sequential(nn.Embedding(50, 4, sparse=True))
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        recorded = [RecordedCalls(compiled), RecordedCalls(sparse)]
+        settle(compiled, torch.randn(2, 4))
+        settle(sparse, torch.arange(4))
+
+    assert [one.recorded for one in recorded] == [0, 0]
+    assert "0 (Linear) is compiled" in caplog.text
+    assert "0 (Embedding) has sparse gradients" in caplog.text

@@ -1,0 +1,253 @@
+"""A step writes into its module once a batch, as if the batch had run whole.
+
+Otherwise the split is refused, with the path.
+"""
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
+from tests.support.lanes import crossed
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.writing import (
+    AddedUp,
+    Counter,
+    DataWrite,
+    InstanceNorm,
+    Kept,
+    LargeBuffer,
+    LargeList,
+    Largest,
+    LargeTeacher,
+    LastTotal,
+    LossOfEachSample,
+    Nothing,
+    Outputs,
+    OutputsByRow,
+    Pending,
+    RunningLoss,
+    RunningMean,
+    SeenRows,
+    Smallest,
+    Spectral,
+    Teacher,
+    Writes,
+)
+
+SAME = [
+    Counter,
+    SeenRows,
+    RunningLoss,
+    RunningMean,
+    AddedUp,
+    Largest,
+    Smallest,
+    LastTotal,
+    LossOfEachSample,
+    Teacher,
+    DataWrite,
+    LargeTeacher,
+    LargeList,
+    LargeBuffer,
+    Outputs,
+    OutputsByRow,
+    Pending,
+    Kept,
+    Spectral,
+    InstanceNorm,
+    Nothing,
+]
+
+
+class Normed(Writes):
+    """The root of a mean square: no rule puts it together."""
+
+    size = 1.0
+
+    def write(self, batch, out, loss):
+        self.size = 0.9 * self.size + 0.1 * float(out.norm())
+
+
+class Queue(Writes):
+    """Writes features into a queue at a place that moves with each batch's rows, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(64, 4))
+        self.place = 0
+
+    def write(self, batch, out, loss):
+        self.queue[self.place : self.place + len(out)] = out
+        self.place = (self.place + len(out)) % 32
+
+
+class Covariance(RunningMean):
+    def write(self, batch, out, loss):
+        self.mean.copy_(out.std(0))
+
+
+class History(Outputs):
+    def write(self, batch, out, loss):
+        self.outs.append(float(out.std()))
+
+
+REFUSED = {Normed: r"self\.size|size", Queue: "queue", Covariance: "mean", History: "outs"}
+
+
+def run(kind, strategy, **options):
+    torch.manual_seed(0)
+    module = kind().double()
+    seen, _ = fit(module, kind.loader(), strategy=strategy, **options)
+    return module, seen
+
+
+def state_of(module):
+    buffers = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    names = ("calls", "rows", "average", "largest", "smallest", "total", "outs", "last", "kept", "depth", "large")
+    return {**buffers, **{name: getattr(module, name) for name in names if name in vars(module)}}
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        compare(value, other[name], name)
+
+
+def compare(one, other, name):
+    if isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
+    elif isinstance(one, dict):
+        assert_close(one, other)
+    elif isinstance(one, list):
+        assert len(one) == len(other), name
+        for each, twin in zip(one, other, strict=True):
+            compare(each, twin, name)
+    else:
+        assert one == pytest.approx(other, rel=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    crossed(
+        SAME,
+        [1, 2],
+        fast=[*((kind, 1) for kind in SAME if kind is not LargeBuffer), (AddedUp, 2), (Teacher, 2), (Outputs, 2)],
+    ),
+)
+def test_state_that_the_step_writes_is_the_whole_batchs(kind, window):
+    plain, _ = run(kind, "auto", accumulate_grad_batches=window)
+    split, _ = run(kind, UnifiedStrategy(micro_batch_size=3), accumulate_grad_batches=window)
+
+    assert_close(state_of(plain), state_of(split))
+
+
+@pytest.mark.parametrize(
+    "kind", [Counter, RunningLoss, RunningMean, Outputs, OutputsByRow, Pending, Kept, InstanceNorm]
+)
+def test_without_the_check_it_is_written_once_a_micro_batch(kind):
+    """The negative twin: where nothing is known the writes of micro-batches stay as they come."""
+    plain, _ = run(kind, "auto")
+    split, _ = run(kind, UnifiedStrategy(micro_batch_size=3, check_split=False))
+
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_close(state_of(plain), state_of(split))
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_nothing_puts_together_is_refused_with_its_path(kind):
+    with pytest.raises(
+        SplitError, match=rf"^{kind.__name__} writes .*{REFUSED[kind]}.* in its step.*on_train_batch_end"
+    ):
+        run(kind, UnifiedStrategy(micro_batch_size=3))
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_a_refusal_comes_before_anything_is_written(kind):
+    module = kind().double()
+    before = weights(module)
+
+    with pytest.raises(SplitError):
+        fit(module, kind.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
+
+    assert torch.equal(weights(module), before)
+
+
+class Clock(Writes):
+    """Values that two equal runs write differently are nobody's batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.numbers, self.name = 0.0, itertools.count(), None
+
+    def write(self, batch, out, loss):
+        self.began, self.name = time.perf_counter(), object()
+
+
+class OwnGenerators(Writes):
+    def __init__(self):
+        super().__init__()
+        self.draws, self.numpy, self.torch = random.Random(3), np.random.default_rng(3), torch.Generator()
+
+    def write(self, batch, out, loss):
+        self.draws.random(), self.numpy.random(), torch.rand(1, generator=self.torch)
+
+
+@pytest.mark.parametrize("kind", [Clock, OwnGenerators])
+def test_times_addresses_and_generators_are_left_as_they_come(kind):
+    plain, _ = run(kind, "auto")
+    split, _ = run(kind, UnifiedStrategy(micro_batch_size=3))
+
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_generators_of_its_own_advance_once_a_batch_where_each_part_draws_alike():
+    plain, _ = run(OwnGenerators, "auto")
+    split, _ = run(OwnGenerators, UnifiedStrategy(micro_batch_size=3))
+
+    assert split.draws.getstate() == plain.draws.getstate()
+    assert split.numpy.bit_generator.state == plain.numpy.bit_generator.state
+    assert torch.equal(split.torch.get_state(), plain.torch.get_state())
+
+
+class LateQueue(Queue):
+    """Writes what nothing puts together from its third batch on, which is no news by itself."""
+
+    steps = 0
+
+    def write(self, batch, out, loss):
+        self.steps += 1
+        if self.steps >= 3:
+            super().write(batch, out, loss)
+
+
+def test_writes_that_begin_late_are_checked_before_their_update():
+    plain, _ = run(LateQueue, "auto", max_steps=2)
+    torch.manual_seed(0)
+    module = LateQueue().double()
+
+    with pytest.raises(SplitError, match="queue"):
+        fit(module, LateQueue.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
+
+    torch.testing.assert_close(weights(module), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+class LateCounter(Counter):
+    late = 0
+
+    def write(self, batch, out, loss):
+        super().write(batch, out, loss)
+        if self.calls >= 3:
+            self.late = self.late + len(out)
+
+
+def test_writes_that_begin_late_and_can_be_put_together_are():
+    plain, _ = run(LateCounter, "auto")
+    split, _ = run(LateCounter, UnifiedStrategy(micro_batch_size=3))
+
+    assert (split.calls, split.late) == (plain.calls, plain.late)

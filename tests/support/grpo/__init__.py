@@ -1,0 +1,1 @@
+"""Policies, tasks, samplers and a plain implementation for the tests of GRPO."""

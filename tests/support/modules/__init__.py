@@ -1,0 +1,1 @@
+"""Modules and batches that tests train, grouped by what they show."""

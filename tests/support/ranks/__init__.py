@@ -1,0 +1,1 @@
+"""Runs of several processes, and the modules that they train."""

@@ -1,0 +1,121 @@
+"""Runs of two ranks with a GPU each, for the tests of distributed training."""
+
+import gc
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_unified import UnifiedDDPStrategy
+from tests.support.ranks import modules as ddp_modules
+from tests.support.ranks.modules import OwnData, rank
+from tests.support.ranks.runs import Ends, Fails, fit, net, trainer_of
+
+MIB = 2**20
+CUDA = {"accelerator": "cuda"}
+
+
+class Wide(OwnData, L.LightningModule):
+    """A module with about 24 MiB of activations per row: 64 rows need 1.5 GiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.lift, self.drop = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.lift(batch)
+        for _ in range(3):
+            hidden = torch.tanh(hidden)
+        loss = (self.drop(hidden) - batch).pow(2).mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(1024, 768, 64, generator=torch.Generator().manual_seed(0)), batch_size=64)
+
+
+class Heavy(OwnData, L.LightningModule):
+    """A module with 256 MiB of weights and almost no activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(16)])
+
+    def training_step(self, batch, batch_idx):
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch.pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(64, 2048), batch_size=4)
+
+
+def same_as_ddp() -> dict[str, Any]:
+    windows = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3, **CUDA}
+    return {
+        "ddp": fit(net(norm=True), "ddp", **CUDA),
+        "whole": fit(net(norm=True), "unified_ddp", **CUDA),
+        "ddp, windows": fit(net(), "ddp", **windows),
+        "cut, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
+        "backend": torch.distributed.get_backend(),
+    }
+
+
+def one_rank_too_small(precision: str) -> dict[str, Any]:
+    """Return a run in which both budgets suffice, and one in which the second is too small.
+
+    Too small means that the second rank's budget does not hold its batch.
+    """
+    options = {"max_steps": 8, "max_epochs": -1, "precision": precision, **CUDA}
+    enough = fit(Wide(), UnifiedDDPStrategy(budget="60%"), **options)
+    torch.cuda.empty_cache()
+    strategy = UnifiedDDPStrategy(budget=600 * MIB if rank() else "60%")
+    small = fit(Wide(), strategy, **options)
+    start = torch.cat([parameter.detach().flatten() for parameter in Wide().parameters()])
+    return {"start": start, "enough": enough, "small": small}
+
+
+def step_fails(precision: str) -> dict[str, Any]:
+    """Return fits in which the second rank's optimizer step runs out of memory once.
+
+    In float16, the fits use a gradient scaler.
+    """
+    scales = []
+
+    class Scales(L.Callback):
+        def on_train_end(self, trainer, module):
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scales.append(None if scaler is None else (scaler.get_scale(), scaler._get_growth_tracker()))
+
+    def run(*callbacks):
+        torch.manual_seed(7)
+        return fit(ddp_modules.Net(), "unified_ddp", Scales(), *callbacks, precision=precision, **CUDA)
+
+    ddp_modules.Rows.dtype = torch.float32
+    failed = [run(Fails(phase)) for phase in ("optimizer step", "half written", "clipping")]
+    return {"undisturbed": run(), "failed": failed, "scales": scales}
+
+
+def peaks() -> dict[str, int]:
+    """Return each strategy's peak of live tensors, for a module that is mostly weights."""
+    found = {}
+    for strategy in ("ddp", "unified_ddp"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        trainer_of(strategy, max_steps=4, max_epochs=-1, precision="32-true", **CUDA).fit(Heavy())
+        found[strategy] = torch.cuda.max_memory_allocated()
+        gc.collect()
+    return found
+
+
+def dying() -> Any:
+    return fit(net(), "unified_ddp", Ends(), **CUDA)

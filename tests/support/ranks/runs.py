@@ -1,0 +1,439 @@
+"""Runs of the ranks in the distributed tests: faults on one rank, and results of each fit."""
+
+import logging
+import os
+import pickle
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
+from lightning_unified.cost_model.rates import Rates
+from lightning_unified.errors import DryRunError, LightningUnifiedError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.first_batch.distributed import DistributedFirstStep, DistributedPlanning
+from lightning_unified.planner.first_batch.gather import RunSpeeds
+from lightning_unified.planner.first_batch.planning import StepPlanning
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import CountedMemory, StepTraces
+from lightning_unified.step.ranks import reduction
+from tests.support.lasting import Lasting
+from tests.support.ranks.modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
+
+MIB, GIB = 2**20, 2**30
+MAPPED = 64 * 2**10  # bytes from which the heap that is planned for maps a tensor by itself
+RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1.0)
+
+
+class Fails(L.Callback):
+    """Raises an out-of-memory error once, on one rank, in a phase of a batch.
+
+    The error comes after the step has done some work.
+    """
+
+    left = Lasting()
+
+    def __init__(self, phase: str, *, on: int = 1, batch: int = 2, times: int = 1) -> None:
+        self.phase, self.on, self.batch, self.seen, self.left = phase, on, batch, -1, times
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+        if rank() != self.on or self.seen != self.batch:
+            return
+        layer = module.net[-1]
+        if self.phase == "forward":
+            handle = layer.register_forward_hook(lambda *_: self._raise(handle))
+        elif self.phase == "backward":
+            handle = module.net[0].weight.register_hook(lambda *_: self._raise(handle))
+        elif self.phase == "last backward":
+            handle = layer.weight.register_hook(self._second(lambda: self._raise(handle)))
+        elif self.phase == "reduction":
+            self._in_reduction(trainer)
+        elif self.phase == "optimizer step":
+            self._in_step(trainer.optimizers[0])
+        elif self.phase == "half written":
+            self._half_written(trainer.optimizers[0])
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if self.phase == "validation" and rank() == self.on and self.left and not trainer.sanity_checking:
+            handle = module.net[-1].register_forward_hook(lambda *_: self._raise(handle))
+
+    def on_after_backward(self, trainer, module):
+        if self.phase == "hook" and rank() == self.on and self.seen == self.batch and self.left:
+            self._raise(None)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if self.phase == "clipping" and rank() == self.on and self.seen == self.batch and self.left:
+            self._raise(None)
+
+    @staticmethod
+    def _second(then):
+        """Return a hook that calls `then` the second time it is called."""
+        calls = []
+
+        def hook(_):
+            calls.append(1)
+            if len(calls) == 2:
+                then()
+
+        return hook
+
+    def _in_reduction(self, trainer):
+        copy = reduction._copy
+
+        def failing(*args):
+            if self.left:
+                self._raise(None)
+            copy(*args)
+
+        reduction._copy = failing
+
+    def _in_step(self, optimizer):
+        create_state = optimizer._init_group
+
+        def failing(*args, **kwargs):
+            result = create_state(*args, **kwargs)
+            if self.left:
+                self._raise(None)
+            return result
+
+        optimizer._init_group = failing
+
+    def _half_written(self, optimizer):
+        def step(closure=None):
+            if not self.left:
+                return type(optimizer).step(optimizer, closure)
+            if closure is not None:  # with a gradient scaler the gradients are there already
+                closure()
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].add_(1.0)
+            return self._raise(None)
+
+        optimizer.step = step
+
+    def _raise(self, handle):
+        if handle is not None:
+            handle.remove()
+        self.left -= 1
+        raise RuntimeError(TEXT)
+
+
+class ShrinksAt(L.Callback):
+    """The undisturbed twin of a failing fit.
+
+    From the same batch on, all ranks use the smaller size.
+    """
+
+    def __init__(self, limit: int, *, batch: int = 2) -> None:
+        self.limit, self.batch, self.seen = limit, batch, -1
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+        if self.seen == self.batch:
+            trainer.strategy.sizes.max_micro_batch_size = self.limit
+
+
+class Gradients(L.Callback):
+    """Records the gradients that the optimizer sees."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        gradients = [p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None]
+        self.seen.append(torch.cat(gradients).clone())
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def trainer_of(strategy: Any, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    quiet()
+    return L.Trainer(
+        accelerator=options.pop("accelerator", "cpu"),
+        devices=options.pop("devices", 2),
+        strategy=strategy,
+        precision=options.pop("precision", "64-true"),
+        max_epochs=options.pop("max_epochs", 1),
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def fit(module: L.LightningModule, strategy: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+    """Train from seed 10 + rank; return this rank's results."""
+    recorder = Gradients()
+    checkpoint, validates = options.pop("ckpt_path", None), options.pop("validates", False)
+    trainer = trainer_of(strategy, recorder, *callbacks, **options)
+    torch.manual_seed(10 + rank())
+    trainer.fit(
+        module,
+        None if isinstance(module, OwnData) else DataLoader(Rows(64), batch_size=8),
+        DataLoader(Rows(40), batch_size=8) if validates else None,
+        ckpt_path=checkpoint,
+        weights_only=False,
+    )
+    policy = getattr(trainer.strategy, "policy", None)
+    return {
+        "weights": torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()]),
+        "buffers": [buffer.detach().cpu() for buffer in module.buffers()],
+        "gradients": recorder.seen,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seen": list(getattr(module, "seen", [])),
+        "steps": trainer.global_step,
+        **(
+            {}
+            if policy is None
+            else {
+                "recoveries": policy.recoveries,
+                "events": policy.events,
+                "sizes": policy.sizes.state_dict(),
+                "largest": policy.sizing.micro_batch_size,
+                "budget": policy.watch.budget,
+            }
+        ),
+    }
+
+
+def net(kind: type[Any] = Net, **kinds: bool) -> Any:
+    torch.manual_seed(7)
+    return kind(**kinds).double()
+
+
+def same_as_ddp() -> dict[str, dict[str, Any]]:
+    """Return fits of `ddp` and of the unified strategy, whole and split."""
+    windows = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    unused = "ddp_find_unused_parameters_true"
+    return {
+        "ddp": fit(net(), "ddp", validates=True),
+        "whole": fit(net(), "unified_ddp", validates=True),
+        "cut": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
+        "ddp, windows": fit(net(norm=True), "ddp", **windows),
+        "whole, windows": fit(net(norm=True), "unified_ddp", **windows),
+        "ddp, cut, windows": fit(net(), "ddp", **windows),
+        "cut, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
+        "ddp, unused": fit(net(unused=True), unused),
+        "whole, unused": fit(net(unused=True), "unified_ddp"),
+        "cut, unused": fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
+        "ddp, ragged": fit(net(RaggedNet), "ddp"),
+        "whole, ragged": fit(net(RaggedNet), "unified_ddp"),
+        "cut, ragged": fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
+        "ddp, manual": fit(net(ManualNet), "ddp"),
+        "manual": fit(net(ManualNet), "unified_ddp"),
+    }
+
+
+def unplanned(**options: Any) -> UnifiedDDPStrategy:
+    """Return a strategy without a plan: it finds its micro-batch size by running."""
+    return UnifiedDDPStrategy(predict=False, **options)
+
+
+STEPS = ("forward", "backward", "reduction", "hook")
+
+
+WEIGHTS = ("clipping", "optimizer step", "half written")
+
+
+def recovered() -> dict[str, dict[str, Any]]:
+    """Return fits in which one rank runs out of memory once, and their undisturbed twins."""
+    step = {"gradient_clip_val": 0.3, "validates": True}
+    windows = {**step, "accumulate_grad_batches": 2}
+    fits = {phase: fit(net(dropout=True), unplanned(), Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
+    for phase in ("backward", "reduction"):
+        fits[f"{phase}, windows"] = fit(net(dropout=True), unplanned(), Fails(phase, batch=3), **windows)
+    first = Fails("optimizer step", batch=0, on=0)
+    both = [Fails("optimizer step", on=rank) for rank in range(2)]
+    return fits | {
+        "first optimizer step": fit(net(dropout=True), unplanned(), first, **step),
+        "all optimizer steps": fit(net(dropout=True), unplanned(), *both, **step),
+        "undisturbed": fit(net(dropout=True), unplanned(), **step),
+        "smaller": fit(net(dropout=True), unplanned(), ShrinksAt(4), **step),
+        "smaller, windows": fit(net(dropout=True), unplanned(), ShrinksAt(4, batch=3), **windows),
+        "last backward": fit(net(), unplanned(micro_batch_size=4, check_split=False), Fails("last backward"), **step),
+        "smaller still": fit(net(), unplanned(micro_batch_size=4, check_split=False), ShrinksAt(2), **step),
+        "validation": fit(net(dropout=True), unplanned(), Fails("validation"), **step),
+    }
+
+
+class Presses(L.Callback):
+    """Shrinks the size on all ranks as a guard does, then reports a failed size on one rank.
+
+    The first request is that of a guard.
+    """
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        strategy = trainer.strategy
+        if batch_idx == 0:
+            self.pressed = strategy.shrink("a test")
+            self.after = strategy.micro_batch_size
+        if batch_idx == 1 and rank() == 1:
+            strategy.policy.sizing.shrink("too much", has_failed=True)
+
+
+def sizes() -> dict[str, Any]:
+    """Return the results of a shrink on all ranks, and of a failed size on one rank only."""
+    presses = Presses()
+    return {**fit(net(), unplanned(), presses), "pressed": presses.pressed, "after": presses.after}
+
+
+class Pickles(L.Callback):
+    """Pickles the Trainer before each optimizer step, as spawned loader workers do."""
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        copy = pickle.loads(pickle.dumps(trainer))
+        self.steps.append(copy.global_step == trainer.global_step)
+
+
+def pickled() -> list[bool]:
+    callback = Pickles()
+    fit(net(), unplanned(micro_batch_size=3), callback)
+    return callback.steps
+
+
+def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a two-batch window's gradient on two ranks, and the gradient of all rows together."""
+    module = net(Tokens)
+    module.loss(*Tokens.rows()).backward()
+    together = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+    strategy = UnifiedDDPStrategy(window_mean="terms", micro_batch_size=3)
+    seen = fit(net(Tokens), strategy, accumulate_grad_batches=2, use_distributed_sampler=False)
+    return seen["gradients"][0], together
+
+
+def resumed(folder: str) -> dict[str, dict[str, Any]]:
+    """Return a run with a failure, and the same run stopped in the middle and resumed."""
+
+    def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+        own = RunCheckpoint(f"{folder}/{name}", every_n_steps=2, monitor=None)
+        return fit(net(dropout=True), unplanned(), own, *callbacks, enable_checkpointing=True, **options)
+
+    straight = run("straight", Fails("backward", batch=1), max_epochs=2)
+    run("stopped", Fails("backward", batch=1))
+    return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
+
+
+def planned() -> dict[str, Any]:
+    """Return fits in which the ranks have different budgets.
+
+    A budget is larger than needed, so small that one rank must recompute, or too small on one rank.
+    """
+    _for_certain()
+    short = _short()
+    found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, short)[rank()]), "short": short}
+    try:
+        _planned((GIB, 100_000)[rank()])
+    except LightningUnifiedError as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def partly_planned() -> dict[str, Any]:
+    """Return a fit in which one rank cannot trace its step."""
+    _for_certain()
+    plan = DistributedPlanning.plan
+    DistributedPlanning.plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
+    return _planned(_short())
+
+
+def _short() -> int:
+    """Return a budget for half a batch with everything recomputed.
+
+    A whole batch does not fit even with everything recomputed. Half a batch does not fit without recomputation.
+    """
+    module = net(Blocks)
+    batch = next(iter(module.train_dataloader()))
+    counted = CountedMemory(reduction_bytes=MIB, mmap_threshold=MAPPED)
+    planner = Planner(StepTraces(StepSpec(module=module, batch=batch), counted=counted))
+
+    def needed(blocks: Any, rows: int) -> int:
+        combination = Combination(precision="64-true", recompute=RecomputePolicy(blocks=blocks))
+        return planner.predict(combination, micro_batch_size=rows).reserved_bytes
+
+    rows = len(batch)
+    fits, too_much = needed("all", rows // 2), min(needed(0, rows // 2), needed("all", rows))
+    assert too_much > 1.2 * fits, "nothing to choose between: the module's activations must outweigh all else"
+    return (fits + too_much) // 2
+
+
+def _for_certain() -> None:
+    """Plan at any budget, at speeds that make micro-batches dearer than any recomputation.
+
+    The planned heap maps each large tensor separately. With glibc's default, holes between tensors would decide whether a step
+    fits. These holes change with every byte that a step allocates.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
+    DistributedFirstStep._is_worth_it = lambda *_: True
+    RunSpeeds.rates = RATES
+    compared = StepPlanning.combinations
+    StepPlanning.combinations = lambda self: compared(self)[:2]  # nothing and everything recomputed
+
+
+def _planned(left: int) -> dict[str, Any]:
+    StepBudget.left = property(lambda _: left)
+    strategy = UnifiedDDPStrategy()
+    done = fit(net(Blocks), strategy, use_distributed_sampler=False)
+    return {**done, "plan": strategy.plan}
+
+
+def _untraced() -> None:
+    raise DryRunError("a test")
+
+
+class Ends(L.Callback):
+    """Ends one rank's process in the middle of training, without an error."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if rank() == 1 and batch_idx == 2:
+            os._exit(7)
+
+
+def broken(kind: type[Net]) -> Any:
+    return fit(net(kind), unplanned())
+
+
+def unrecovered(phase: str) -> Any:
+    return fit(net(), unplanned(recover=False), Fails(phase))
+
+
+def half_written() -> Any:
+    """Run a fit in which memory runs out after one rank wrote some weights.
+
+    The other rank has written no weights.
+    """
+    return fit(net(), unplanned(), Fails("half written", on=0), Fails("optimizer step", on=1))
+
+
+def dying() -> Any:
+    return fit(net(), unplanned(), Ends())
+
+
+def refusals() -> dict[str, str]:
+    """Return the refusal of each module."""
+    return {
+        **{name: _refusal(net(kind)) for name, kind in REFUSED.items()},
+        "SyncBatchNorm": _refusal(net(norm=True), sync_batchnorm=True),
+    }
+
+
+def _refusal(module: L.LightningModule, **options: Any) -> str:
+    try:
+        fit(module, unplanned(), **options)
+    except (LightningUnifiedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

@@ -1,0 +1,1 @@
+"""Whole runs: under a memory limit, measured, scaled, interrupted."""
