@@ -69,7 +69,9 @@ def test_a_recovery_is_told_with_the_step_whose_metrics_it_is_among(tmp_path):
     _, event, ended = lines(tmp_path)
 
     assert (event["kind"], event["step"], event["recoveries"], event["micro_batch_size"]) == ("event", 0, 1, 4)
-    assert event["text"] == "out of memory in forward with a micro-batch of 8 rows; repeated with micro-batches of 4 rows"
+    assert (
+        event["text"] == "out of memory in forward with a micro-batch of 8 rows; repeated with micro-batches of 4 rows"
+    )
     assert ended["recoveries"] == 1
 
 
