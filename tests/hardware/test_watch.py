@@ -242,7 +242,9 @@ def test_what_nobody_can_be_asked_about_goes_after_a_week(sources, runs):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("start", "lives"), [(time.time() - 5, True), (0.0, True), (None, False)])
+@pytest.mark.parametrize(
+    ("start", "lives"), [(time.time() - 5, True), (0.0, True), (None, False)], ids=["new", "old", "gone"]
+)
 def test_a_mac_does_not_mind_its_changed_name(machine, runs, start, lives):
     mac = machine("m2", process_start={4242: start}.get)
 

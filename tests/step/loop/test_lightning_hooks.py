@@ -10,7 +10,7 @@ import torch
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import slow
 from tests.support.lasting import Lasting
-from tests.support.modules.plain import hooks as users
+from tests.support.modules import hooks as users
 from tests.support.modules.plain import weights
 
 SPLIT = 3  # rows at once, of batches of 8, 8 and 3

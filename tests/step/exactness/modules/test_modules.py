@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import crossed
-from tests.support.modules.plain import split as split_modules
+from tests.support.modules import split as split_modules
 from tests.support.modules.split import (
     EXPECTED,
     BatchNorm,
