@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ from lightning_unified.units import format_bytes
 __all__ = ["Diagnosis", "Tier", "diagnose", "main", "read_tiers"]
 
 _VERDICT_STYLE = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+_DEFAULT = re.compile(r"\$\{oc\.select:[\w.]+,\s*(\d+)\}")  # a number that another key may replace
 _FIGURES = ("total", "available", "allocated", "reserved", "peak", "host")
 
 
@@ -198,6 +200,8 @@ def _asked(spec: str | int) -> int | None:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str) and (default := _DEFAULT.fullmatch(value)):
+        return int(default[1])
     return None if isinstance(value, str) and "${" in value else value
 
 

@@ -154,6 +154,11 @@ class Job:
             found = detect(sources)
             config = composed(merged_overrides(list(HydraConfig.get().overrides.task), [f"hardware={found}"])).config
             show_note(f"hardware=auto found hardware={found}: {describe(sources)}")
+        own = OmegaConf.select(config, "platform.batch_size")
+        if own is not None and own == config.data.batch_size and choices.get("memory") != "auto":
+            show_note(
+                f"effective batch {own}: model={choices.get('model')}'s own on hardware={config.hardware.name}, before memory={choices.get('memory')}'s"
+            )
         with open_dict(config):
             if OmegaConf.is_interpolation(config, "name"):
                 config["name"] = choices.get("model")
