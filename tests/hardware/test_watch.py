@@ -260,3 +260,9 @@ def test_a_number_reused_on_a_mac_is_no_run(machine, runs):
 def test_a_folder_that_is_not_there_is_no_run(sources, tmp_path):
     assert alive(sources("t4"), tmp_path / "absent") == []
     assert alive(sources("t4"), None) == []
+
+
+def test_a_record_cannot_send_a_terminal_its_control_characters(sources, runs):
+    (found,) = running(runs(record(module="Net\x1b]0;owned\x07")), sources("bare"))
+
+    assert found.figures.module == "Net\ufffd]0;owned\ufffd"

@@ -3,9 +3,11 @@
 import contextlib
 import platform
 import time
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
+from lightning_unified.cli.config.bounded_files import printable
 from lightning_unified.hardware import Sources
 from lightning_unified.hardware.sources import read_text
 from lightning_unified.status import RunRecord, parse_record
@@ -30,11 +32,17 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
             ended = _untouched_s(path) > _FORGOTTEN_S
         else:
             ended = _has_ended(record, sources)
-            found += [] if ended else [record]
+            found += [] if ended else [_printable(record)]
         if ended:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
     return sorted(found, key=lambda record: (record.started, record.pid))
+
+
+def _printable(record: RunRecord) -> RunRecord:
+    """Return `record` with texts that are safe on a terminal: a module's or a directory's name is what another program wrote."""
+    texts = {name: printable(text) for name, text in asdict(record.figures).items() if isinstance(text, str)}
+    return replace(record, host=printable(record.host), figures=replace(record.figures, **texts))
 
 
 def _is_here(record: RunRecord, sources: Sources) -> bool:
