@@ -120,9 +120,9 @@ class Replay(L.Callback):
         self._sizes = sizes
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        parts, policy = self._sizes[trainer.fit_loop.total_batch_idx], trainer.strategy.sizes
-        policy.limit = max(parts)
-        policy.parts = lambda _shape: parts
+        rows, sizes = self._sizes[trainer.fit_loop.total_batch_idx], trainer.strategy.sizes
+        sizes.max_micro_batch_size = max(rows)
+        sizes.micro_batches = lambda _shape: rows
 
 
 class Half(MixedPrecision):
