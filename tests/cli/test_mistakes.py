@@ -100,13 +100,13 @@ def test_a_mistake_is_refused_in_one_clear_message_and_leaves_nothing(command, n
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_tier_that_the_machine_does_not_have_names_the_largest_that_it_has(command, monkeypatch):
+def test_a_budget_that_the_machine_does_not_have_names_the_largest_tier_that_it_has(command, monkeypatch):
     monkeypatch.setattr(
         machine,
         "read",
         lambda device, **rest: replace(read(device, **rest), total=Figure(20 * 2**30, "a machine of 20 GiB")),
     )
-    done = command("memory=large", *TINY)
+    done = command("memory.budget=28GiB", *TINY)
 
     assert done.code == 2
     assert "the largest tier that fits is memory=medium" in done.err

@@ -267,7 +267,7 @@ def test_a_file_that_is_broken_is_named_and_the_rest_is_shown(tmp_path):
     _, tree = read_page(run)
 
     assert [problem.split(" cannot")[0] for problem in run.problems] == ["plan.json", "config.yaml"]
-    assert "Files that cannot be read" in tree.text and "plan.json cannot be read: JSONDecodeError" in tree.text
+    assert "Files that cannot be read" in tree.text and "plan.json cannot be read: it is no JSON" in tree.text
     assert len(run.moments) == 1
 
 

@@ -257,7 +257,10 @@ MISTAKES = {
         "hardware=mps is not here, and memory.budget=auto depends on the machine. Name one with simulate=m1-8gb",
     ),
     "hardware that contradicts the machine": (["hardware=cuda", "simulate=m2-16gb"], "hardware=cuda is not present"),
-    "a budget above the pool": (["simulate=m1-8gb", "memory=large"], "the largest tier that fits is memory=debug"),
+    "a budget above the pool": (
+        ["simulate=m1-8gb", "memory.budget=28GiB"],
+        "the largest tier that fits is memory=debug",
+    ),
     "a module without a batch": (["--module", "a:B"], "--module a:B needs a batch to plan for"),
     "two batches": (["--batch", "a:b", "--batch-shape", "2x3"], "--batch and --batch-shape both define"),
     "arguments without a module": (["--kwargs", "a=1"], "--kwargs are the arguments of --module"),

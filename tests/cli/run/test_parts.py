@@ -42,7 +42,7 @@ def test_the_help_of_training_shows_groups_overrides_and_configuration(command):
     done = command("--help", "memory=small")
 
     assert done.code == 0
-    for text in ("memory     auto, debug, large", "data.batch_size=64", "resume=", "budget: 8GiB", "max_steps: "):
+    for text in ("memory     auto, debug, large", "data.batch_size=64", "resume=", "budget: up to 8GiB", "max_steps: "):
         assert text in done.out
 
 
@@ -50,7 +50,7 @@ def test_the_configuration_can_be_printed_without_a_run(command, tmp_path):
     done = command("--cfg", "job", "--package", "memory", "memory=medium")
 
     assert done.code == 0
-    assert "budget: 16GiB" in done.out
+    assert "budget: up to 16GiB" in done.out
     assert not (tmp_path / "runs").exists()
 
 

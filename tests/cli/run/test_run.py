@@ -63,7 +63,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
     assert any(row["memory/allocated"] and row["speed/samples_per_second"] and row["train/loss"] for row in rows)
     for text in (
         "budget",
-        "8.00 GiB (8GiB)",
+        "8.00 GiB (up to 8GiB)",
         "8 rows for the optimizer, 8 to validate",
         "0 worker processes, pin memory off",
         "gradient scaler none",

@@ -12,6 +12,7 @@ from lightning_unified.cli.report.run_directory.moments import read_lines, tell
 from lightning_unified.cli.report.run_directory.records import Moment, Run
 from lightning_unified.cli.run.journal import JOURNAL
 from lightning_unified.cli.run.metrics import Curve, read_curves
+from lightning_unified.errors import ConfigurationError
 
 __all__ = ["read_run"]
 
@@ -91,8 +92,9 @@ class _Files:
         try:
             return call(path)
         except Exception as error:
-            said = (str(error).splitlines() or [""])[0]
-            self.problems.append(f"{name} cannot be read: {type(error).__name__}: {said}")
+            said = (str(error).splitlines() or [""])[0].removeprefix(f"{path}: ")
+            kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
+            self.problems.append(f"{name} cannot be read: {kind}{said}")
             return None
 
 
