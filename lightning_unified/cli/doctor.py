@@ -184,10 +184,7 @@ def _tiers(files: dict[str, dict[str, Any]], reading: Reading) -> dict[str, Tier
             micro_batch_size=_plain(memory.get("micro_batch_size")),
             reason=reason,
         )
-    by_size = sorted(
-        tiers.items(), key=lambda item: (item[1].spec == "auto", item[1].bytes is None, item[1].bytes or 0)
-    )
-    return dict(by_size)
+    return dict(sorted(tiers.items(), key=lambda item: (item[1].spec == "auto", _asked(item[1].spec) or 0)))
 
 
 def _asked(spec: str | int) -> int | None:
