@@ -5,7 +5,8 @@ import sys
 import traceback
 
 from lightning_unified.cli.config.bounded_files import printable
-from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.cli.config.extras import extra_for, missing_packages
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
 __all__ = ["DEBUG_VARIABLE", "INTERRUPTED", "TERMINATED", "explain", "report_failure"]
 
@@ -22,6 +23,10 @@ def explain(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted before there was anything to save"
     if isinstance(error, LightningUnifiedError):
         return error.exit_code, str(error)
+    for package in missing_packages(error):
+        if extra := extra_for(package):
+            needed = f"the package {package} is not installed: pip install 'lightning-unified[{extra}]'."
+            return ConfigurationError.exit_code, str(error) if "pip install" in str(error) else needed
     return 1, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

@@ -24,7 +24,7 @@ def extra_for(package: str, *, target: str = "") -> str | None:
 
     Args:
         package: The name under which it is imported.
-        target: The dotted name of what needs it. An extra whose name is part of it comes first.
+        target: The dotted name of what needs it. An extra that it names comes first.
     """
     try:
         lines = requires("lightning-unified") or []
@@ -33,7 +33,8 @@ def extra_for(package: str, *, target: str = "") -> str | None:
     found = (_REQUIREMENT.match(line) for line in lines)
     names = [one["extra"] for one in found if one and _normal(one["package"]) == _normal(package)]
     extras = [name for name in names if name not in _WHOLE]
-    return next((name for name in extras if name in target.split(".")), next(iter(extras), None))
+    named = (part for part in reversed(target.split(".")) if part in extras)  # the last part is the most specific
+    return next(named, next(iter(extras), None))
 
 
 def _normal(name: str) -> str:

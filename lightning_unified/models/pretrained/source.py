@@ -42,7 +42,7 @@ def require(*modules: str, need: str, extras: str) -> None:
     if missing:
         raise RuntimeError(
             f"{need} {' and '.join(missing)}, which is not installed; run: pip install 'lightning-unified[{extras}]'"
-        )
+        ) from ModuleNotFoundError(f"No module named {missing[0]!r}", name=missing[0])
 
 
 def package_files(name: str) -> list[Path]:

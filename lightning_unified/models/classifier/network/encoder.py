@@ -38,7 +38,7 @@ def build(
         RuntimeError: If transformers is not installed.
         ValueError: If transformers does not know the architecture, or not with this attention.
     """
-    require("transformers", "safetensors", need="the classifier needs", extras="models,pretrained")
+    require("transformers", "safetensors", need="the classifier needs", extras="classifier")
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     fields = dict(architecture)
