@@ -22,10 +22,18 @@ class Bait:
         return (os.makedirs, (str(self._hit), 0o777, True))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Where one run of two steps lies, once it was made."""
+    return tmp_path_factory.mktemp("finished") / "run"
+
+
 @pytest.fixture
-def run(command, tiny, tmp_path):
-    """A finished run of two steps, the path that an attack would create, and the command that resumes the run."""
-    assert command("memory=debug", "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}", *tiny).code == 0
+def run(command, tiny, tmp_path, finished):
+    """A copy of a finished run, the path that an attack would create, and the command that resumes the run."""
+    if not finished.exists():
+        assert command("memory=debug", "trainer.max_steps=2", f"run_dir={finished}", *tiny).code == 0
+    shutil.copytree(finished, tmp_path / "run")
 
     def resume(*flags):
         return command(f"resume={tmp_path / 'run'}", "trainer.max_steps=3", "trainer.enable_progress_bar=false", *flags)
