@@ -31,6 +31,7 @@ from lightning_unified.hardware import (
     read,
     resolve_budget,
 )
+from lightning_unified.hardware.environment.builds import build_findings
 from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
 from lightning_unified.hardware.sources import core_count, shipped_configuration
 from lightning_unified.units import format_bytes
@@ -127,7 +128,7 @@ def diagnose(device: str = "auto", *, sources: Sources | None = None, conf: Path
     """
     sources = sources or Sources.live()
     # Check the environment before the first reading, which on MPS sets missing variables.
-    findings = lint_environment(
+    findings = build_findings(sources) + lint_environment(
         sources.environ,
         allocator_initialized=mps_allocator_initialized(sources),
         cores=core_count(sources),

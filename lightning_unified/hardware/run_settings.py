@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware.capabilities import Capability, capability
+from lightning_unified.hardware.environment.builds import build_advice
 from lightning_unified.hardware.host.cgroups import cpu_quota
 from lightning_unified.hardware.host.memory import cpu_name, host_total
 from lightning_unified.hardware.readers import backends_here, read
@@ -63,7 +64,11 @@ def require(hardware: str, sources: Sources | None = None) -> None:
     if hardware not in {found, broader}:
         choice = "hardware=auto" if found == "cpu" else f"hardware={found}, hardware=cpu or hardware=auto"
         choice = f"hardware=cpu or {choice}" if found == "cpu" else choice
-        raise HardwareError(f"hardware={hardware} is not present; this machine has: {describe(sources)}; use {choice}.")
+        advice = build_advice(sources)
+        raise HardwareError(
+            f"hardware={hardware} is not present; this machine has: {describe(sources)}; use {choice}."
+            + (f" {advice[0].upper()}{advice[1:]}" if advice else "")
+        )
 
 
 def describe(sources: Sources | None = None) -> str:

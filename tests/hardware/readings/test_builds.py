@@ -1,0 +1,66 @@
+"""A build of torch that cannot use its machine's GPU is named, by doctor and by the hardware that was asked for."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_unified.errors import HardwareError
+from lightning_unified.hardware import Sources, require
+from lightning_unified.hardware.environment.builds import build_advice, build_findings
+
+NVIDIA, AMD = "class/drm/card0/device/vendor=0x10de\n", "class/drm/card0/device/vendor=0x1002\n"
+MACHINES = {
+    "NVIDIA, CPU build": ([NVIDIA], {}, "x86_64", "without CUDA.*CUDA build \\("),
+    "NVIDIA on ARM, CPU build": (["proc:driver/nvidia/version=R580"], {}, "aarch64", "CUDA build, for aarch64"),
+    "AMD, CPU build": ([AMD, "class/kfd/kfd/dev=1"], {}, "x86_64", "without ROCm.*ROCm build"),
+    "AMD, CUDA build": ([AMD, "class/kfd/kfd/dev=1"], {"cuda": "13.0"}, "x86_64", "an AMD GPU"),
+    "AMD display without its compute driver": ([AMD], {}, "x86_64", None),
+    "NVIDIA, CUDA build": ([NVIDIA], {"cuda": "13.0"}, "x86_64", None),
+    "AMD, ROCm build": ([AMD, "class/kfd/kfd/dev=1"], {"hip": "7.0"}, "x86_64", None),
+    "both, CUDA build": ([NVIDIA, "class/kfd/kfd/dev=1"], {"cuda": "13.0"}, "x86_64", None),
+    "no GPU": ([], {}, "x86_64", None),
+}
+
+
+def sources(tmp_path, files=(), build=None, machine="x86_64", **parts):
+    for text in files:
+        path, _, content = text.partition("=")
+        root, _, rest = path.rpartition(":")
+        place = tmp_path / (root or "sys") / rest
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content)
+    version = SimpleNamespace(**({"cuda": None, "hip": None} | (build or {})))
+    torch = SimpleNamespace(__version__="2.13.0+test", version=version)
+    return replace(Sources(torch=torch, proc=tmp_path / "proc", sys=tmp_path / "sys"), **({"machine": machine} | parts))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_build_that_cannot_use_the_gpu_is_named(tmp_path, name):
+    files, build, machine, wanted = MACHINES[name]
+    found = build_findings(sources(tmp_path, files, build, machine))
+
+    if wanted is None:
+        assert found == []
+    else:
+        (finding,) = found
+        assert (finding.variable, finding.value, finding.verdict) == ("torch", "2.13.0+test", "warning")
+        assert re.search(wanted, finding.advice)
+
+
+@pytest.mark.parametrize("key", ["sysctl.proc_translated", "hw.optional.arm64"])
+def test_a_python_under_rosetta_is_named(tmp_path, key):
+    mac = sources(tmp_path, platform="darwin", sysctl={key: 1}.get)
+
+    assert "Rosetta" in build_advice(mac)
+    assert build_advice(replace(mac, machine="arm64")) is None
+    assert build_advice(sources(tmp_path, platform="darwin")) is None  # an Intel Mac
+
+
+def test_hardware_that_is_asked_for_says_which_build_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_unified.hardware.run_settings.detect", lambda _sources: "cpu")
+    monkeypatch.setattr("lightning_unified.hardware.run_settings.describe", lambda _sources: "cpu (test)")
+
+    with pytest.raises(HardwareError, match=r"hardware=cuda is not present.*without CUDA.*NVIDIA GPU"):
+        require("cuda", sources(tmp_path, [NVIDIA]))
