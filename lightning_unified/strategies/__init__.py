@@ -1,6 +1,26 @@
 """The strategies that a Trainer takes: `unified` and `unified_ddp`."""
 
-from lightning_unified.strategies.ddp import UnifiedDDPStrategy
-from lightning_unified.strategies.unified import UnifiedStrategy
+import lightning
 
-__all__ = ["UnifiedDDPStrategy", "UnifiedStrategy"]
+from lightning_unified.errors import ConfigurationError
+
+__all__ = ["UnifiedDDPStrategy", "UnifiedStrategy", "require_tested_lightning"]
+
+
+def require_tested_lightning(version: str) -> None:
+    """Refuse versions of Lightning whose private loop the step was not tested with.
+
+    Raises:
+        ConfigurationError: If `version` is not 2.6.
+    """
+    if version.split(".")[:2] != ["2", "6"]:
+        raise ConfigurationError(
+            f"lightning {version} is installed; lightning_unified is tested with lightning 2.6, whose private loop it extends. Run: pip install "
+            "'lightning>=2.6,<2.7'"
+        )
+
+
+require_tested_lightning(lightning.__version__)  # before modules that import private names of Lightning
+
+from lightning_unified.strategies.ddp import UnifiedDDPStrategy  # noqa: E402
+from lightning_unified.strategies.unified import UnifiedStrategy  # noqa: E402
