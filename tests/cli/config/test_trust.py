@@ -191,3 +191,18 @@ def test_json_that_nests_too_deep_is_refused_and_control_characters_are_replaced
         read_json(tmp_path / "deep.json")
     assert read_json(tmp_path / "red.json") == {"name\ufffd[31m": ["a\ufffdb\ufffd1mc\ufffd\n\td"]}
     assert printable("\x1b]0;title\x07") == "\ufffd]0;title\ufffd"
+
+
+def test_a_run_with_a_class_of_the_users_own_prints_a_resume_command_that_trusts_it(
+    command, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_callback.py").write_text("import lightning as L\nclass Own(L.Callback): pass\n")
+
+    done = command(
+        "memory=debug", "trainer.max_steps=1", "run_dir=run", "+callbacks.own={_target_:own_callback.Own}", *tiny
+    )
+    assert done.code == 0
+    assert "resume=run --trust" in done.out
+    assert command("resume=run", "trainer.max_steps=2").code == 2
+    assert command("resume=run", "--trust", "trainer.max_steps=2", "trainer.enable_progress_bar=false").code == 0
