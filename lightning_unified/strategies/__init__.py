@@ -4,7 +4,7 @@ import lightning
 
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["UnifiedDDPStrategy", "UnifiedStrategy", "require_tested_lightning"]
+__all__ = ["UnifiedDDPStrategy", "UnifiedStrategy"]
 
 
 def require_tested_lightning(version: str) -> None:
