@@ -1,4 +1,4 @@
-"""The rungs of `PressureGuard`: which direction the samples call for, and the actions that need no state of the guard."""
+"""The rungs of `PressureGuard`: the direction that samples call for, and its stateless actions."""
 
 from enum import IntEnum
 from pathlib import Path

@@ -24,6 +24,9 @@ def targets(node: Any, *, name: str = "") -> Iterator[tuple[str, dict[str, Any]]
             yield name, node
         for key, value in node.items():
             yield from targets(value, name=f"{name}.{key}" if name else str(key))
+    elif isinstance(node, list):  # Hydra instantiates the entries of lists as well
+        for index, value in enumerate(node):
+            yield from targets(value, name=f"{name}.{index}")
 
 
 def target_of(path: str) -> Callable[..., Any]:

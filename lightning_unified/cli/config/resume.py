@@ -30,6 +30,7 @@ __all__ = [
 
 OVERRIDES = Path(".hydra", "overrides.yaml")
 LAST = Path("checkpoints", "last.ckpt")
+_SECTIONS = ("run_dir", "model", "data", "hardware", "memory", "trainer")  # of every run's configuration
 _OF_THIS_RUN = ("resume", "run_dir")
 
 
@@ -102,8 +103,9 @@ def find_run(directory: str | Path, *, trusted: bool = False) -> SavedRun:
 
 
 def _mapping(path: Path, content: Any) -> DictConfig:
-    if not OmegaConf.is_dict(content) or "run_dir" not in content:
-        raise ConfigurationError(f"{path}: that is not the configuration of a run: it has no run_dir.")
+    missing = [key for key in _SECTIONS if not OmegaConf.is_dict(content) or content.get(key) is None]
+    if missing:
+        raise ConfigurationError(f"{path}: that is not the configuration of a run: it has no {', '.join(missing)}.")
     return content
 
 

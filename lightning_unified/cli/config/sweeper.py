@@ -1,4 +1,4 @@
-"""A sweeper that draws values with current Optuna: `hydra/sweeper=optuna`. Hydra's own (stable 1.3.0) needs Optuna 2."""
+"""A sweeper on current Optuna: `hydra/sweeper=optuna`. Hydra's own (1.3.0) needs Optuna 2."""
 
 import sys
 from pathlib import Path
@@ -76,7 +76,7 @@ class OptunaSweeper(Sweeper):
 
 
 def register() -> None:
-    """Make the sweeper known to Hydra, which takes plugins of `hydra_plugins` only and finds none in an editable installation."""
+    """Register the sweeper as a module of `hydra_plugins`, where an editable installation has none."""
     plugins = Plugins.instance()  # imports the plugins that are installed, maybe Hydra's own Optuna sweeper
     package, module = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins")), ModuleType(_PLUGIN)
     OptunaSweeper.__module__ = _PLUGIN

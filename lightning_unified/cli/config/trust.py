@@ -103,7 +103,7 @@ def is_own(path: Any) -> bool:
 
 
 def check_paths(directory: Path, config: DictConfig) -> None:
-    """Refuse absolute paths outside of `directory` where a run writes: in callbacks, loggers, the Trainer and the memory options.
+    """Refuse paths outside of `directory` in callbacks, loggers, the Trainer and the memory options.
 
     Raises:
         ConfigurationError: With the first such key.

@@ -40,7 +40,7 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
 
 
 def _printable(record: RunRecord) -> RunRecord:
-    """Return `record` with texts that are safe on a terminal: a module's or a directory's name is what another program wrote."""
+    """Return `record` with texts that are safe on a terminal, because another program wrote them."""
     texts = {name: printable(text) for name, text in asdict(record.figures).items() if isinstance(text, str)}
     return replace(record, host=printable(record.host), figures=replace(record.figures, **texts))
 

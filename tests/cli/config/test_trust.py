@@ -77,6 +77,10 @@ def through_a_module_of_ours(run, hit):
     change(run, "callbacks.bait", {"_target_": "lightning_unified.cli.run.job.os.mkdir", "path": str(hit)})
 
 
+def in_a_list(run, hit):
+    change(run, "callbacks.bait", [{"_target_": "os.mkdir", "path": str(hit)}])
+
+
 def in_a_saved_override(run, hit):
     with (run / ".hydra/overrides.yaml").open("a") as file:
         file.write(f"- +callbacks.bait={{_target_:os.mkdir,path:{hit}}}\n")
@@ -102,6 +106,7 @@ ATTACKS = [
     torch_load,
     lightnings_own_reader_of_pickles,
     through_a_module_of_ours,
+    in_a_list,
     in_a_saved_override,
     hydra_callbacks,
     writing_elsewhere,
@@ -206,3 +211,12 @@ def test_a_run_with_a_class_of_the_users_own_prints_a_resume_command_that_trusts
     assert "resume=run --trust" in done.out
     assert command("resume=run", "trainer.max_steps=2").code == 2
     assert command("resume=run", "--trust", "trainer.max_steps=2", "trainer.enable_progress_bar=false").code == 0
+
+
+def test_a_configuration_that_is_none_is_refused_by_what_it_lacks(run):
+    directory, _, resume = run
+    (directory / "config.yaml").write_text("run_dir: run\nmodel: {}\n")
+
+    done = resume()
+    assert done.code == 2
+    assert "it has no data, hardware, memory, trainer" in done.err
