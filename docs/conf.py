@@ -4,7 +4,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "_site"))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_site"))
 
 import inventory  # docs/_site/inventory.py
 
@@ -23,6 +24,10 @@ extensions = [
     "directives",  # docs/_site/directives.py
 ]
 exclude_patterns = ["_build", "_site", "jupyter_execute", "**/.ipynb_checkpoints"]
+# A page of decisions shows the records of its folder.
+exclude_patterns += [
+    str(path.relative_to(HERE)) for path in (HERE / "decisions").rglob("*.md") if path.name != "index.md"
+]
 html_theme = "furo"
 html_static_path = ["_site/static"]
 html_css_files = ["manual.css"]
@@ -57,7 +62,7 @@ nitpick_ignore_regex = [
 
 # No page of these projects is downloaded: the names and addresses used are kept by hand, and nobody checks them.
 _inventories = Path(tempfile.mkdtemp(prefix="inventories"))
-intersphinx_mapping = inventory.written(Path(__file__).parent / "_site" / "inventory.txt", _inventories)
+intersphinx_mapping = inventory.written(HERE / "_site" / "inventory.txt", _inventories)
 intersphinx_timeout = 1
 
 copybutton_prompt_text = "$ "

@@ -47,6 +47,17 @@ class Configuration(_Generated):
         return configuration.described(group)
 
 
+class Records(_Generated):
+    """The records of the page's folder, one section each."""
+
+    def markdown(self) -> str:
+        page = Path(self.env.doc2path(self.env.docname))
+        records = sorted(path for path in page.parent.glob("*.md") if path != page)
+        for path in records:
+            self.env.note_dependency(str(path))
+        return "\n".join(f"#{path.read_text(encoding='utf-8')}" for path in records)
+
+
 def with_plain_returns(_app: Sphinx, what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:
     """Mark descriptions as text: napoleon takes the words before a colon for a type, and types are annotations here."""
     if what in {"attribute", "property"} and ":" in lines[0]:
@@ -68,4 +79,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", with_plain_returns, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", with_links, priority=400)
     app.add_directive("configuration", Configuration)
+    app.add_directive("records", Records)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
