@@ -7,9 +7,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_site"))
 
-import inventory  # docs/_site/inventory.py
+import inventory  # noqa: E402 (docs/_site/inventory.py)
 
-import lightning_unified
+import lightning_unified  # noqa: E402
 
 project = "Lightning Unified"
 author = "the authors of Lightning Unified"

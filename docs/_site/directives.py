@@ -24,7 +24,7 @@ class _Generated(SphinxDirective):
         raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
-        text = _PAGE.sub(r"[\1](/\1.md)", self.markdown())
+        text = _PAGE.sub(r"[](/\1.md)", self.markdown())
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
