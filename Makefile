@@ -85,8 +85,8 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Installing into $(VENV) with $$($(PYTHON) --version); this takes a minute or two."
 	@torch=$$($(PYTHON) -m lightning_unified.hardware.environment --release $(RELEASE) --build $(TORCH)) || exit 2; \
 	  [ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }; \
-	  $(PY) -m pip install --quiet --quiet $(ANEW) $$torch || \
-	  { echo "pip cannot install $$torch; docs/how-to/install.md has the commands for each machine, and TORCH=cpu trains on the CPU." >&2; exit 2; }
+	  said=$$($(PY) -m pip install --quiet $(ANEW) $$torch 2>&1) || { echo "$$said" >&2; \
+	  echo "pip cannot install $$torch; docs/how-to/install.md has the commands for each machine, and TORCH=cpu trains on the CPU." >&2; exit 2; }
 	@$(PY) -m pip install --quiet --requirement requirements.lock
 	@$(PY) -m pip install --quiet --no-deps --editable .
 	@echo $(TORCH) >$@

@@ -58,7 +58,7 @@ def test_make_installs_the_torch_that_fits_and_then_the_lock(checkout):
     assert code == 0
     assert calls == [
         f"choose --release {RELEASE} --build auto",
-        "-m pip install --quiet --quiet torch==1.2.3",
+        "-m pip install --quiet torch==1.2.3",
         "-m pip install --quiet --requirement requirements.lock",
         "-m pip install --quiet --no-deps --editable .",
         "train.py memory=small",
@@ -71,7 +71,7 @@ def test_a_torch_that_is_asked_for_takes_the_place_of_the_installed_one_and_stay
     _, _, calls = make(checkout, "train", "TORCH=cpu")
 
     assert calls[0].endswith("--build cpu")
-    assert calls[1] == "-m pip install --quiet --quiet --force-reinstall torch==1.2.3"
+    assert calls[1] == "-m pip install --quiet --force-reinstall torch==1.2.3"
     assert make(checkout, "train", "TORCH=cpu")[2] == make(checkout, "train")[2] == ["train.py"]
     os.utime(checkout / "requirements.lock", (2e9, 2e9))
     assert make(checkout, "train")[2][0].endswith("--build cpu")  # also with a newer lock

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None, *, sources: Sources | None = No
         sys.stderr.write(f"no build of torch fits this machine: {choice.reason}{way_out}\n")
         return 2
     sys.stderr.write(f"torch's build: {build} ({choice.reason if asked.build == 'auto' else 'as asked'})\n")
-    print(*pip_arguments(build, asked.release, platform=machine.platform))
+    # requirements.lock brings what the CPU build needs, so its index is asked for nothing else.
+    print(*pip_arguments(build, asked.release, platform=machine.platform), *(["--no-deps"] if build == "cpu" else []))
     return 0
 
 
