@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.models.classifier import LabelData
-from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
 from lightning_unified.models.classifier.data.label_rows import IGNORED, LabelRows
-from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.tokens.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
+from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 
 TEXTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 

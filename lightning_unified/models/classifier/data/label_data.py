@@ -19,11 +19,12 @@ from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_unified.models.classifier.data import label_sources
-from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
 from lightning_unified.models.classifier.data.label_rows import LabelRows, zeros
 from lightning_unified.models.classifier.data.label_split import Sides, part
 from lightning_unified.models.classifier.data.labelled import LabelledText
-from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.reading.format import FileFormat
+from lightning_unified.models.classifier.data.tokens.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
+from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 
 __all__ = ["LabelData"]
 
@@ -56,7 +57,10 @@ class LabelData(ResumableData):
     Args:
         source: One of `label_sources.SOURCES`.
         path: For `files`: a `.csv`, `.tsv` or `.jsonl` file or a folder of classes; for `sentiment` the source archive.
-        batch_size: Rows of a batch over all ranks: the effective batch.
+        text_column: For `files`: the column or key of the text; a number, from 0, in a table without a line of names.
+        label_column: For `files`: that of the class.
+        encoding: For `files`: the encoding, as Python names it; a byte-order mark takes precedence.
+        batch_size: Rows of a batch over all ranks: the effective batch. A smaller training side is one batch.
         val_batch_size: Rows of a batch of validation or test; None for `batch_size`.
         text_length: Tokens at which a text is truncated, special ones included.
         padded_lengths: Number of lengths to pad to, which are then chosen for the least padding; or the lengths.
@@ -82,6 +86,9 @@ class LabelData(ResumableData):
         *,
         source: str = "bbc",
         path: str | None = None,
+        text_column: str | int = "text",
+        label_column: str | int = "label",
+        encoding: str = "utf-8",
         batch_size: int = 32,
         val_batch_size: int | None = None,
         text_length: int = 128,
@@ -106,6 +113,12 @@ class LabelData(ResumableData):
         if test_fraction:
             settings.check_fractions(test_fraction=test_fraction)
         _check_lengths(padded_lengths, text_length=text_length)
+        self.file_format = FileFormat(text=text_column, label=label_column, encoding=encoding)
+        if source != "files" and self.file_format != FileFormat():
+            raise ValueError(
+                f"data.text_column, data.label_column and data.encoding describe a file, and data.source={source} reads none; leave them "
+                "out, or set data.source=files."
+            )
         self.source, self.text_length = source, text_length
 
     @property
@@ -206,7 +219,8 @@ class LabelData(ResumableData):
     def _prepared(self) -> _Prepared:
         asked = self.hparams
         fractions = {name: asked[name] for name in ("val_fraction", "test_fraction")}
-        sides = part(label_sources.load(self.source, path=asked["path"]), **fractions, seed=self.options.seed)
+        texts = label_sources.load(self.source, path=asked["path"], form=self.file_format)
+        sides = part(texts, **fractions, seed=self.options.seed)
         names = sorted({text.label for text in sides.train})
         if asked["pretrained"] is None:
             tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=asked["vocab_size"])
