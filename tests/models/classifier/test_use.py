@@ -169,7 +169,11 @@ def test_the_command_explains_in_the_terminal_and_as_a_page(trained, tmp_path, c
     [
         (["predict", "here.txt", "--checkpoint", "none.ckpt"], 2, "there is no checkpoint none.ckpt"),
         (["predict", "no.txt", "--checkpoint", "TRAINED"], 2, "there is no file no.txt"),
-        (["predict", "here.csv", "--checkpoint", "TRAINED"], 2, "has the columns words and no text; name the column, as in --field words"),
+        (
+            ["predict", "here.csv", "--checkpoint", "TRAINED"],
+            2,
+            "has the columns words and no text; name the column, as in --field words",
+        ),
         (
             ["predict", "empty.csv", "--checkpoint", "TRAINED"],
             2,

@@ -5,7 +5,7 @@ The batches have few fixed lengths, and a fit can resume in the middle of an epo
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_unified.models.classifier.data import label_sources
+from lightning_unified.models.classifier.data.describe_line import describe_line
 from lightning_unified.models.classifier.data.label_rows import LabelRows, zeros
 from lightning_unified.models.classifier.data.label_split import Sides, part
 from lightning_unified.models.classifier.data.labelled import LabelledText
@@ -41,6 +42,7 @@ class _Prepared:
     label_names: list[str]
     tokenizer: Tokenizer
     lengths: list[int]
+    truncated: int
     train: LabelRows
     validation: LabelRows
     test: LabelRows
@@ -170,9 +172,15 @@ class LabelData(ResumableData):
             seed=self.options.seed,
             epoch=epoch,
             shuffle=True,
-            drop_last=self.options.drop_last,
+            drop_last=self.options.drop_last and len(rows) >= self.batch_size,
         )
         return sum(len(batch) * (pad_to or rows.length_of(batch)) for batch in batches)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        if len(self.rows[0]) < self.batch_size:  # all rows are one batch, and drop_last would leave none
+            self.options = replace(self.options, drop_last=False)
+        return super().train_dataloader()
 
     @override
     def test_dataloader(self) -> ResumableLoader:
@@ -199,6 +207,15 @@ class LabelData(ResumableData):
     def _zeros(self, rows: int) -> dict[str, Tensor]:
         return zeros(rows, self.text_length)
 
+    @override
+    def describe_line(self) -> str:
+        prepared = self._prepared
+        return describe_line(
+            prepared.sides,
+            names=prepared.label_names,
+            truncated=f"{prepared.truncated} truncated at {self.text_length} tokens" if prepared.truncated else "",
+        )
+
     def describe(self) -> dict[str, Any]:
         """Return counts of texts, left-out texts and the tokens of the first epoch."""
         prepared, sides = self._prepared, self._prepared.sides
@@ -209,6 +226,7 @@ class LabelData(ResumableData):
             "padded_lengths": prepared.lengths,
             "official_test": sides.is_official,
             "left_out": asdict(sides.left_out),
+            "truncated": prepared.truncated,
             "train": _side(sides.train, prepared.train),
             "validation": _side(sides.validation, prepared.validation),
             "test": _side(sides.test, prepared.test),
@@ -228,7 +246,10 @@ class LabelData(ResumableData):
             tokenizer = load_encoder_tokenizer(asked["pretrained"])
         of_sides = [sides.train, sides.validation, sides.test]
         encoder = TextEncoder(tokenizer)
-        encoded = [encoder.encode_ids([text.text for text in side], max_length=self.text_length) for side in of_sides]
+        encodings = [
+            encoder.encode_fast([text.text for text in side], max_length=self.text_length) for side in of_sides
+        ]
+        encoded = [[encoding.ids for encoding in side] for side in encodings]
         lengths = self._lengths([len(ids) for side in encoded for ids in side])
         train, validation, test = (
             LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=encoder.pad_id)
@@ -239,6 +260,7 @@ class LabelData(ResumableData):
             label_names=names,
             tokenizer=tokenizer,
             lengths=lengths,
+            truncated=sum(bool(encoding.overflowing) for side in encodings for encoding in side),
             train=train,
             validation=validation,
             test=test,

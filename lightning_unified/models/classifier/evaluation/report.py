@@ -16,7 +16,7 @@ from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
 from lightning_unified.models.classifier.evaluation.remarks import remarks
-from lightning_unified.models.classifier.objective import IGNORED
+from lightning_unified.models.classifier.training.objective import IGNORED
 
 __all__ = ["Outputs", "Report", "report"]
 
