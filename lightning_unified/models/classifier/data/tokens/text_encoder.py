@@ -84,8 +84,12 @@ class TextEncoder:
 
     def encode_ids(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
         """Return the ids of the same encodings, which is faster."""
+        return [encoding.ids for encoding in self.encode_fast(texts, max_length=max_length)]
+
+    def encode_fast(self, texts: Sequence[str], *, max_length: int) -> list[Encoding]:
+        """Return the same encodings without offsets, which is faster."""
         with serial():
-            return [encoding.ids for encoding in self._truncating(max_length).encode_batch_fast(list(texts))]
+            return self._truncating(max_length).encode_batch_fast(list(texts))
 
     def _truncating(self, length: int) -> Tokenizer:
         backend = Tokenizer.from_str(self._backend.to_str())
