@@ -38,8 +38,8 @@ def _row(action: argparse.Action, parser: argparse.ArgumentParser) -> Iterator[s
         if action.default in (None, False, [], argparse.SUPPRESS) or "%(default)" in (action.help or "")
         else f"`{action.default}`"
     )
-    plain = isinstance(action.help, str)  # Hydra's text of --shell-completion is another class
-    meaning = parser._get_formatter()._expand_help(action) if plain else repr(action.help)
+    # Hydra's text of --shell-completion is no string; argparse fills in the defaults of a string.
+    meaning = parser._get_formatter()._expand_help(action) if isinstance(action.help, str) else str(action.help or "")
     cells = [f"`{name.strip()}`", default, " ".join(meaning.split())]
     yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
