@@ -7,6 +7,12 @@ from tests.public_surface.subjects import parsers
 
 __all__ = ["described"]
 
+_TRAIN = """\
+Train a model inside a memory budget. [Configuration](../configuration/index.md) lists groups and keys; `--trust` resumes a run whose files
+name classes of your own ([Security](../../explanation/security.md)). The other flags are Hydra's.
+"""
+_COMPLETION = "print the completion script of a shell: install=bash, install=fish or install=zsh"
+
 
 def described() -> str:
     """Return every command, its purpose and its arguments."""
@@ -15,7 +21,9 @@ def described() -> str:
 
 def _command(command: str, parser: argparse.ArgumentParser, *, depth: int) -> Iterator[str]:
     yield f"{'#' * depth} `{command}`\n"
-    if parser.description:
+    if command.endswith(" train"):
+        yield _TRAIN
+    elif parser.description:
         yield f"{' '.join(parser.description.split())}\n"
     rows = [row for action in parser._actions for row in _row(action, parser)]
     if rows:
@@ -38,8 +46,12 @@ def _row(action: argparse.Action, parser: argparse.ArgumentParser) -> Iterator[s
         if action.default in (None, False, [], argparse.SUPPRESS) or "%(default)" in (action.help or "")
         else f"`{action.default}`"
     )
-    # Hydra's text of --shell-completion is no string; argparse fills in the defaults of a string.
-    meaning = parser._get_formatter()._expand_help(action) if isinstance(action.help, str) else str(action.help or "")
+    # Hydra's text of --shell-completion is no string, and names the running program.
+    meaning = (
+        parser._get_formatter()._expand_help(action)
+        if isinstance(action.help, str)
+        else _COMPLETION * bool(action.help)
+    )
     cells = [f"`{name.strip()}`", default, " ".join(meaning.split())]
     yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -5,18 +5,20 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
-__all__ = ["Choice", "Key", "choices", "described", "groups"]
+__all__ = ["Choice", "Key", "choices", "described", "groups", "meaning_of"]
 
 CONF = Path(__file__).parents[2] / "conf"
 _COMMENT = re.compile(r"\s#\s?(.*)$")
 _PACKAGE = re.compile(r"^# @package (\S+)", re.MULTILINE)
-_ARGUMENT = re.compile(r"^(\*{0,2}\w+)(?: \([^)]*\))?:\s*(.*)$")
+_ARGUMENT = re.compile(r"^(\*{0,2}\w+(?:, \w+)*)(?: \([^)]*\))?:\s*(.*)$")
+_SEE = re.compile(r"See `(\w+)`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ def groups() -> list[str]:
     return ["", *sorted(path.name for path in CONF.iterdir() if path.is_dir())]
 
 
+@functools.cache
 def choices(group: str) -> list[Choice]:
     """Return the choices of a group in alphabetical order."""
     folder = CONF / group
@@ -60,12 +63,15 @@ def described(group: str) -> str:
     return "\n".join(parts)
 
 
-@functools.cache
-def _meanings() -> dict[str, str]:
-    """Return a meaning for each key that any choice of any group explains."""
-    return {
-        key.name: key.meaning for group in groups() for choice in choices(group) for key in choice.keys if key.meaning
-    }
+def meaning_of(key: str, group: str, choice: Choice) -> str:
+    """Return a key's meaning: from the choice, else from those that it completes, from its group, or from any group."""
+    of_group = choices(group)
+    bases = [base for name in choice.bases for base in of_group if base.name == name]
+    everywhere = [other for name in groups() for other in choices(name)]
+    found = (
+        each.meaning for place in (choice, *bases, *of_group, *everywhere) for each in place.keys if each.name == key
+    )
+    return next((meaning for meaning in found if meaning), "")
 
 
 def _section(group: str, same: list[Choice]) -> Iterator[str]:
@@ -82,7 +88,7 @@ def _section(group: str, same: list[Choice]) -> Iterator[str]:
     yield f"| key | {' | '.join(heads)} | meaning |"
     yield "|---" * (len(heads) + 2) + "|"
     for row in zip(*(choice.keys for choice in same), strict=True):
-        meaning = next((key.meaning for key in row if key.meaning), _meanings().get(row[0].name, ""))
+        meaning = next((key.meaning for key in row if key.meaning), "") or meaning_of(row[0].name, group, same[0])
         cells = [f"`{row[0].name}`", *(f"`{key.default}`" for key in row), meaning]
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
@@ -141,18 +147,30 @@ def _argument(targets: dict[str, str], key: str) -> str:
 
 
 def _documented(target: object) -> dict[str, str]:
-    """Return the arguments that a Google-style docstring describes, each with its first sentence."""
-    texts = [inspect.getdoc(target) or "", inspect.getdoc(getattr(target, "__init__", None)) or ""]
+    """Return the arguments that a Google-style docstring describes, each with its first sentence.
+
+    "See `Name`" stands for what the class `Name` of the same module says, and a class goes on with its bases.
+    """
     found: dict[str, str] = {}
-    for text in texts:
-        section = re.search(r"^(?:Args|Attributes):\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
-        entries = inspect.cleandoc(section[1]) if section else ""
-        for entry in re.split(r"\n(?=\S)", entries):
-            if match := _ARGUMENT.match(" ".join(entry.split())):
-                found.setdefault(
-                    match[1].lstrip("*"), _sentence(re.split(r"(?<=[.;])\s(?=[A-Z`])", match[2])[0].replace("``", "`"))
-                )
+    for each in inspect.getmro(target) if isinstance(target, type) else (target,):
+        texts = [text for text in (each.__doc__, getattr(vars(each).get("__init__"), "__doc__", None)) if text]
+        for names, meaning in (entry for text in texts for entry in _entries(inspect.cleandoc(text))):
+            other = _SEE.match(meaning)
+            elsewhere = getattr(sys.modules.get(each.__module__), other[1], None) if other else None
+            for name in names:
+                text = _documented(elsewhere).get(name, meaning) if elsewhere else meaning
+                if _SEE.match(found.get(name, "See `it`")):
+                    found[name] = text
     return found
+
+
+def _entries(docstring: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the names of each entry of the arguments, and the first sentence about them."""
+    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
+    for entry in re.split(r"\n(?=\S)", inspect.cleandoc(section[1]) if section else ""):
+        if match := _ARGUMENT.match(" ".join(entry.split())):
+            names = [name.strip(" *") for name in match[1].split(",")]
+            yield names, _sentence(re.split(r"(?<=[.;])\s(?=[A-Z`])", match[2])[0].replace("``", "`"))
 
 
 def _sentence(text: str) -> str:

@@ -11,21 +11,29 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-__all__ = ["chunk_rows_for", "linear_cross_entropy"]
+from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, Kernels, kernels_for
 
-IGNORED = -100
+__all__ = ["IGNORED", "chunk_rows_for", "linear_cross_entropy"]
+
 _CHUNK_BYTES = 16 * 2**20
+_FUSED_CHUNK_BYTES = 256 * 2**20  # of an H200's choices for 50,304 classes, the smallest at full speed: CHUNKS_RECORD
 _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 
 
-def chunk_rows_for(num_classes: int, *, rows: int = 0) -> int:
-    """Return the chunk size: the power of two of rows whose fp32 logits take at most 16 MiB.
+def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None = None) -> int:
+    """Return the chunk size: the power of two of rows whose logits take at most 16 MiB in fp32, or 256 MiB with fused kernels.
 
     torch's own choice depends on the shape of the batch and was up to several times slower on a CPU. A chunk has at least 16 rows,
     since smaller matrix products are inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be
     over 64 chunks: a batch that large has enough memory for it.
+
+    Args:
+        num_classes: Entries of a row of logits.
+        rows: Rows of the whole batch; 0 where unknown.
+        logit_bytes: Bytes of a logit where fused kernels compute the chunk; None where torch's operators do.
     """
-    at_once = max(16, min(8192, _CHUNK_BYTES // (4 * num_classes)))
+    most = _CHUNK_BYTES // 4 if logit_bytes is None else _FUSED_CHUNK_BYTES // logit_bytes
+    at_once = max(16, min(8192, most // num_classes))
     return max(1 << (at_once.bit_length() - 1), -(-rows // _MOST_CHUNKS))
 
 
@@ -75,21 +83,38 @@ def linear_cross_entropy(
             f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)} and weight {tuple(weight.shape)} do not fit; "
             "they are (..., D), (...) and (V, D)."
         )
-    rows = chunk_rows_for(weight.shape[0], rows=labels.numel()) if chunk_rows is None else chunk_rows
-    if rows < 1:
-        raise ValueError(f"chunk_rows={chunk_rows} is not a number of rows; give 1 or more, or None.")
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if _torch_does_it(flat):
+    dtype = _dtype_of_products(flat)
+    kernels = kernels_for(flat, dtype)
+    fused = isinstance(kernels, Fused)
+    if chunk_rows is None:
+        rows = chunk_rows_for(weight.shape[0], rows=len(flat), logit_bytes=dtype.itemsize if fused else None)
+    elif chunk_rows < 1:
+        raise ValueError(f"chunk_rows={chunk_rows} is not a number of rows; give 1 or more, or None.")
+    else:
+        rows = chunk_rows
+    if _torch_does_it(flat) and not fused:
         summed = reduction != "none" and weight.nbytes <= _CHUNK_BYTES
         losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
     else:
-        device = flat.device.type
-        dtype = torch.get_autocast_dtype(device) if _autocast(device) else flat.dtype
-        losses = _ChunkedLosses.apply(flat, weight, bias, targets, rows, dtype)
+        if fused:
+            _refuse_unoffered(targets, weight.shape[0])
+        losses = _ChunkedLosses.apply(flat, weight, bias, targets, rows, dtype, kernels)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
     return total if reduction == "sum" else total / (targets != IGNORED).sum()
+
+
+def _refuse_unoffered(labels: Tensor, num_classes: int) -> None:
+    """Stop the device at a label that is no class, as torch's own kernel does; nothing waits for the device."""
+    offered = (labels == IGNORED) | ((labels >= 0) & (labels < num_classes))
+    torch._assert_async(offered.all(), f"a label is neither {IGNORED} nor from 0 to {num_classes - 1}")  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _dtype_of_products(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if _autocast(device) else hidden.dtype
 
 
 def _autocast(device: str) -> bool:
@@ -124,22 +149,26 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, *args: Any) -> Tensor:
-        hidden, weight, bias, labels, rows, dtype = args
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.rows, ctx.dtype = rows, dtype
+        hidden, weight, bias, labels, rows, dtype, kernels = args
         wide = torch.promote_types(dtype, torch.float32)
         losses = hidden.new_empty(len(labels), dtype=wide)
+        kept: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             operand = weight.to(dtype)
             for x, y, part in zip(hidden.split(rows), labels.split(rows), losses.split(rows), strict=True):
-                logits = functional.linear(x.to(dtype), operand, None if bias is None else bias.to(dtype)).to(wide)
-                part.copy_(functional.cross_entropy(logits, y, reduction="none", ignore_index=IGNORED))
+                logits = functional.linear(x.to(dtype), operand, None if bias is None else bias.to(dtype))
+                values, again = kernels.losses(logits, y)
+                part.copy_(values)
+                kept += [] if again is None else [again]
+        ctx.save_for_backward(hidden, weight, bias, labels, *kept)
+        ctx.rows, ctx.dtype, ctx.kernels = rows, dtype, kernels
         return losses
 
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        hidden, weight, bias, labels = ctx.saved_tensors
+        hidden, weight, bias, labels, *kept = ctx.saved_tensors
+        kernels: Kernels = ctx.kernels
         wide = torch.promote_types(ctx.dtype, torch.float32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -147,28 +176,18 @@ class _ChunkedLosses(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             operand = weight.to(ctx.dtype)
-            starts = range(0, hidden.shape[0], ctx.rows)
-            for start, x, y in zip(starts, hidden.split(ctx.rows), labels.split(ctx.rows), strict=False):
+            chunks = zip(hidden.split(ctx.rows), labels.split(ctx.rows), grad_outputs[0].split(ctx.rows), strict=True)
+            for index, (x, y, outer) in enumerate(chunks):
                 x = x.to(ctx.dtype)  # noqa: PLW2901
-                logits = functional.linear(x, operand, None if bias is None else bias.to(ctx.dtype)).to(wide)
-                outer = grad_outputs[0][start : start + len(x), None]
-                gradient = _softmax_minus_one_hot_(logits, y).mul_(outer).to(ctx.dtype)
+                logits = functional.linear(x, operand, None if bias is None else bias.to(ctx.dtype))
+                gradient = kernels.gradient(logits, y, kept[index] if kept else None, outer)
                 if grad_hidden is not None:
+                    start = index * ctx.rows
                     grad_hidden[start : start + len(x)] = gradient @ operand
                 if grad_weight is not None:
-                    grad_weight += gradient.T @ x
+                    kernels.add_product(grad_weight, gradient, x)
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=wide)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _softmax_minus_one_hot_(logits: Tensor, labels: Tensor) -> Tensor:
-    """Turn logits (N, V) into their summed loss's gradient, in place; unscored rows become 0."""
-    scored = labels != IGNORED
-    logits.sub_(logits.amax(1, keepdim=True)).exp_()
-    logits.div_(logits.sum(1, keepdim=True))
-    targets = labels.where(scored, 0).unsqueeze(1)
-    logits.scatter_add_(1, targets, logits.new_full((1, 1), -1.0).expand(len(labels), 1))
-    return logits.mul_(scored.unsqueeze(1))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -1,13 +1,12 @@
 """Output of doctor, on this machine and on others."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
 from lightning_unified.cli.doctor import _print, diagnose, main, read_tiers
+from tests.support.programs import run_program
 
 GIB = 2**30
 KEYS = ["reading", "pool", "budgets", "tier", "capabilities", "environment", "hardware"]
@@ -40,14 +39,7 @@ def test_json_has_exactly_the_agreed_keys_and_nothing_else_on_standard_output(ca
 
 
 def test_the_command_runs_as_a_module_from_another_folder(tmp_path):
-    code = "import sys; from lightning_unified.cli.doctor import main; sys.exit(main(['--json']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program("lightning_unified", "doctor", "--json", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert list(json.loads(done.stdout)) == KEYS

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from lightning_unified.nn import linear_cross_entropy as subject
+from lightning_unified.nn.cross_entropy.kernels import Eager
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for, linear_cross_entropy
 
 
@@ -89,7 +90,8 @@ def test_the_own_function_passes_gradcheck():
     hidden, weight, bias, labels = _problem()
     apply = subject._ChunkedLosses.apply
     assert torch.autograd.gradcheck(
-        lambda h, w, b: apply(h, w, b, labels.flatten(), 16, torch.float64), (hidden.flatten(0, 1), weight, bias)
+        lambda h, w, b: apply(h, w, b, labels.flatten(), 16, torch.float64, Eager()),
+        (hidden.flatten(0, 1), weight, bias),
     )
 
 
@@ -135,6 +137,12 @@ def test_a_large_batch_has_no_more_than_64_chunks():
     assert chunk_rows_for(32_000, rows=64 * 128) == 128
     assert chunk_rows_for(32_000, rows=64 * 128 + 1) == 129
     assert chunk_rows_for(32_000, rows=2**20) == 2**14
+
+
+def test_a_fused_chunk_has_at_most_256_mib_of_logits():
+    assert chunk_rows_for(50_304, logit_bytes=2) == 2048
+    assert chunk_rows_for(151_936, logit_bytes=2) == 512
+    assert chunk_rows_for(50_304, logit_bytes=4) == 1024
 
 
 def test_an_unknown_reduction_is_refused():

@@ -95,12 +95,9 @@ class Halves(L.Callback):
         [1, 2],
         [0, 4],
         fast=[
-            ("backward", False, 1, 4),
             ("backward", True, 2, 0),
-            ("unscaling", False, 2, 4),
             ("unscaling", True, 1, 0),
             ("optimizer step", False, 1, 0),
-            ("optimizer step", True, 2, 4),
         ],
     ),
 )

@@ -5,6 +5,7 @@ No process waits for the other without end.
 
 import inspect
 import pickle
+from functools import cache
 
 import pytest
 import torch
@@ -21,14 +22,13 @@ from tests.support.ranks import runs as ddp_runs
 from tests.support.ranks.processes import Ended, on_ranks
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return on_ranks(ddp_runs.same_as_ddp)
+@cache
+def plain(kind):
+    return on_ranks(ddp_runs.same_as_ddp, kind)
 
 
-@pytest.fixture(scope="module")
-def recovered():
-    return on_ranks(ddp_runs.recovered)
+def recovered(*names):
+    return on_ranks(ddp_runs.recovered, *names)
 
 
 @pytest.fixture(scope="module")
@@ -45,83 +45,77 @@ def alike(one, other):
     return torch.equal(one["weights"], other["weights"]) and one["metrics"] == other["metrics"]
 
 
-@pytest.mark.parametrize("kind", ["", ", windows", ", unused", ", ragged"])
-def test_whole_batches_train_as_plain_ddp_trains_bit_for_bit(plain, kind):
-    for fits in plain:
-        assert alike(fits[f"whole{kind}"], fits[f"ddp{kind}"])
-        assert fits[f"whole{kind}"]["seen"] == fits[f"ddp{kind}"]["seen"]
+KINDS = ["", "windows", slow("unused"), slow("ragged")]
 
 
-@pytest.mark.parametrize(
-    ("cut", "ddp"),
-    [
-        ("cut", "ddp"),
-        ("cut, windows", "ddp, cut, windows"),
-        ("cut, unused", "ddp, unused"),
-        ("cut, ragged", "ddp, ragged"),
-    ],
-)
-def test_cut_batches_train_as_plain_ddp_trains_up_to_rounding(plain, cut, ddp):
-    for fits in plain:
-        torch.testing.assert_close(fits[cut]["weights"], fits[ddp]["weights"], rtol=1e-8, atol=1e-10)
-        assert fits[cut]["metrics"] == pytest.approx(fits[ddp]["metrics"])
-        assert fits[cut]["largest"] < 8
+@pytest.mark.parametrize("kind", [*KINDS, slow("manual")])
+def test_whole_batches_train_as_plain_ddp_trains_bit_for_bit(kind):
+    for fits in plain(kind):
+        assert alike(fits["whole"], fits["ddp"])
+        assert fits["whole"].get("seen") == fits["ddp"].get("seen")
 
 
-def test_buffers_are_the_first_ranks(plain):
-    first, second = plain
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_batches_train_as_plain_ddp_trains_up_to_rounding(kind):
+    for fits in plain(kind):
+        ddp = fits.get("ddp, cut", fits["ddp"])
+        torch.testing.assert_close(fits["cut"]["weights"], ddp["weights"], rtol=1e-8, atol=1e-10)
+        assert fits["cut"]["metrics"] == pytest.approx(ddp["metrics"])
+        assert fits["cut"]["largest"] < 8
+
+
+def test_buffers_are_the_first_ranks():
+    first, second = plain("windows")
 
     for mine, other, ddp in zip(
-        first["whole, windows"]["buffers"],
-        second["whole, windows"]["buffers"],
-        first["ddp, windows"]["buffers"],
-        strict=True,
+        first["whole"]["buffers"], second["whole"]["buffers"], first["ddp"]["buffers"], strict=True
     ):
         assert torch.equal(mine, ddp)
         assert torch.equal(other, ddp)
 
 
-def test_manual_optimization_is_plain_ddps(plain):
-    for fits in plain:
-        assert alike(fits["manual"], fits["ddp, manual"])
-
-
 @pytest.mark.parametrize(
     ("phase", "twin"),
-    [
-        *((phase, "smaller") for phase in ddp_runs.STEPS),
-        ("backward, windows", "smaller, windows"),
+    some(
+        [
+            *((phase, "smaller") for phase in ddp_runs.STEPS),
+            ("backward, windows", "smaller, windows"),
+            ("reduction, windows", "smaller, windows"),
+            ("last backward", "smaller still"),
+        ],
+        ("forward", "smaller"),
         ("reduction, windows", "smaller, windows"),
-        ("last backward", "smaller still"),
-    ],
+    ),
 )
-def test_if_one_rank_runs_out_of_memory_all_repeat_the_batch_in_the_same_parts(recovered, phase, twin):
-    for fits in recovered:
+def test_if_one_rank_runs_out_of_memory_all_repeat_the_batch_in_the_same_parts(phase, twin):
+    first, second = recovered(phase, twin)
+    for fits in (first, second):
         assert fits[phase]["recoveries"] == 1
         assert alike(fits[phase], fits[twin])
         assert fits[phase]["largest"] == fits[twin]["largest"]
-    first, second = recovered
     assert first[phase]["sizes"] == second[phase]["sizes"]
     assert first[phase]["events"][0].startswith("rank 1 ran out of memory in")
 
 
-@pytest.mark.parametrize("phase", [*ddp_runs.WEIGHTS, "first optimizer step"])
-def test_a_rank_whose_optimizer_step_fails_goes_on_with_what_another_one_has(recovered, phase):
+@pytest.mark.parametrize("phase", some([*ddp_runs.WEIGHTS, "first optimizer step"], "half written"))
+def test_a_rank_whose_optimizer_step_fails_goes_on_with_what_another_one_has(phase):
     failed = 0 if phase == "first optimizer step" else 1
-    for rank, fits in enumerate(recovered):
+    ranks = recovered(phase, "undisturbed")
+    for rank, fits in enumerate(ranks):
         assert alike(fits[phase], fits["undisturbed"])
         assert fits[phase]["recoveries"] == (rank == failed)
-    assert f"taken from rank {1 - failed}" in recovered[failed][phase]["events"][0]
+    assert f"taken from rank {1 - failed}" in ranks[failed][phase]["events"][0]
 
 
-def test_all_ranks_repeat_the_batch_if_no_optimizer_step_went_well(recovered):
-    for fits in recovered:
+def test_all_ranks_repeat_the_batch_if_no_optimizer_step_went_well():
+    for fits in recovered("all optimizer steps", "smaller"):
         assert alike(fits["all optimizer steps"], fits["smaller"])
         assert fits["all optimizer steps"]["recoveries"] == 1
 
 
-def test_memory_that_runs_out_in_a_validation_is_the_ranks_own_affair(recovered):
-    first, second = recovered
+@pytest.mark.slow
+def test_memory_that_runs_out_in_a_validation_is_the_ranks_own_affair():
+    first, second = recovered("validation", "undisturbed")
 
     assert alike(first["validation"], first["undisturbed"])
     assert second["validation"]["metrics"] == pytest.approx(second["undisturbed"]["metrics"])
@@ -266,8 +260,8 @@ def test_the_setting_that_fits_everywhere_and_is_fastest_on_the_slowest_rank_win
     assert settled([plain, some], nowhere) == some
 
 
-def test_ranks_on_one_machines_memory_get_a_part_of_it_each(plain):
-    for fits in plain:
+def test_ranks_on_one_machines_memory_get_a_part_of_it_each():
+    for fits in plain(""):
         budget = fits["whole"]["budget"]
 
         assert budget.sharers == 2

@@ -315,6 +315,7 @@ def test_parts_of_as_many_rows_as_fit_their_length_train_the_same_weights(shorte
     )
 
 
+@pytest.mark.slow
 def test_longer_rows_are_planned_for_after_shorter_ones_were_cut():
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB", recompute=False)
     fit(strategy, lengths=(96, 128))

@@ -18,33 +18,55 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_unified.strategies"])
 
 
-def run_program(
-    program: Path | str,
-    *arguments: object,
-    given: str = "",
-    cwd: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
-    timeout: float = 120,
-) -> subprocess.CompletedProcess:
-    """Run a file, or a module by its name, as `__main__`; return its exit code and output.
+class Program:
+    """A file, or a module by its name, that runs as `__main__` in a process of its own."""
 
-    Raises:
-        subprocess.TimeoutExpired: If it still runs after `timeout` seconds; it is killed.
-    """
-    command = [os.fspath(program), *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "stdin").write_text(given)
-        process = CONTEXT.Process(
-            target=_become, args=(isinstance(program, Path), command, folder, cwd or Path.cwd(), dict(environment))
+    def __init__(
+        self,
+        program: Path | str,
+        *arguments: object,
+        given: str = "",
+        cwd: Path | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._command = [os.fspath(program), *map(str, arguments)]
+        self._folder = tempfile.TemporaryDirectory()
+        Path(self._folder.name, "stdin").write_text(given)
+        self._process = CONTEXT.Process(
+            target=_become,
+            args=(isinstance(program, Path), self._command, self._folder.name, cwd or Path.cwd(), dict(environment)),
         )
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, timeout)
-        out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(command, process.exitcode, out, err)
+        self._process.start()
+
+    @property
+    def runs(self) -> bool:
+        return self._process.is_alive()
+
+    def send(self, number: int) -> None:
+        """Send the signal `number` to the process."""
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess:
+        """Return the exit code and output of the program when it ends.
+
+        Raises:
+            subprocess.TimeoutExpired: If it still runs after `timeout` seconds; it is killed.
+        """
+        with self._folder as folder:
+            self._process.join(timeout)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+                raise subprocess.TimeoutExpired(self._command, timeout)
+            out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(self._command, self._process.exitcode, out, err)
+
+
+def run_program(
+    program: Path | str, *arguments: object, timeout: float = 120, **options
+) -> subprocess.CompletedProcess:
+    """Run a `Program` to its end; the arguments are those of `Program` and of its `wait`."""
+    return Program(program, *arguments, **options).wait(timeout)
 
 
 def _become(is_file: bool, command: list[str], folder: str, cwd: Path, environment: dict[str, str]) -> None:

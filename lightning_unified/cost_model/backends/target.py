@@ -20,6 +20,7 @@ from lightning_unified.cost_model.backends.autocast import Cast, casts_of
 from lightning_unified.cost_model.backends.fused_kernels import bias_in_place, fused_dropout, fused_rms_norm
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
+from lightning_unified.nn.cross_entropy import kernels as cross_entropy
 
 __all__ = ["BACKENDS", "mimic"]
 
@@ -44,6 +45,7 @@ def mimic(backend: str) -> Iterator[None]:
         raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}.")
     with ExitStack() as stack:
         stack.enter_context(_optimizer_kernels(backend))
+        stack.enter_context(replaced(cross_entropy, "fused_on", lambda _: backend == "cuda"))
         if backend != "cpu":
             stack.enter_context(_devices_are_the_cpu("mps" if backend == "mps" else "cuda"))
             for module in _LOOKED_INTO:

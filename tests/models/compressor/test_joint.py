@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_unified.models.compressor.objective import estimators as objectives
+from tests.support.lanes import slow
 
 KINDS = list(itertools.product(("reinforce", "relaxed"), ("restore", "predict"), ("infill", "copy")))
 
@@ -178,7 +179,7 @@ def test_a_batch_of_pads_costs_nothing(build, batch, gradients):
         assert all(gradient is None or not gradient.any() for gradient in gradients(model, terms["loss"]).values())
 
 
-@pytest.mark.parametrize(("objective", "reading"), [("reinforce", "infill"), ("relaxed", "copy")])
+@pytest.mark.parametrize(("objective", "reading"), [slow("reinforce", "infill"), ("relaxed", "copy")])
 def test_four_texts_are_learnt_by_heart(build, batch, objective, reading):
     model = build(objective=objective, reading=reading, language_weight=0.0).float()
     four = {name: values[:4] for name, values in batch.items()}

@@ -14,6 +14,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.objective.rate import CollapseWatch, Price
 from lightning_unified.options import recompute_policies
+from tests.support.lanes import slow
 
 
 class _Data(LightningDataModule):
@@ -61,7 +62,7 @@ def tokenizer():
     return Tokenizer(models.WordLevel({f"w{index}": index for index in range(300)}, unk_token="w0"))
 
 
-@pytest.mark.parametrize("objective", ["reinforce", "relaxed"])
+@pytest.mark.parametrize("objective", [slow("reinforce"), "relaxed"])
 def test_training_in_parts_is_training_whole(build, batch, tmp_path, objective):
     runs = []
     for strategy in ("auto", UnifiedStrategy(micro_batch_size=2, predict=False)):

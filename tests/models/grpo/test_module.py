@@ -31,6 +31,7 @@ from tests.support.grpo.training import (
     prompts,
     traces,
 )
+from tests.support.lanes import slow
 from tests.support.lasting import Lasting
 
 TWO = [prompts(), prompts(first=4, seed=5)]
@@ -84,7 +85,7 @@ def _cross_entropy(model, *batches):
     return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels))
 
 
-@pytest.mark.parametrize(("adapters", "size"), [(False, 5), (True, None), (True, 1)])
+@pytest.mark.parametrize(("adapters", "size"), [slow(False, 5), slow(True, None), (True, 1)])
 def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
     """Train in float64, whole without our strategy, or split.
 

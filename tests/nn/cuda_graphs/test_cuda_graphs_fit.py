@@ -85,7 +85,7 @@ def fit(module, *callbacks, rows, window):
         ["auto", 4, 3],
         [1, 3],
         [False, True],
-        fast=[("auto", 1, False), ("auto", 3, True), (4, 1, True), (3, 3, False)],
+        fast=[("auto", 1, False), (3, 3, True)],
     ),
 )
 def test_weights_are_those_of_a_fit_without(rows, window, short, monkeypatch):

@@ -25,6 +25,7 @@ def deep_batch(rows=64):
     return {"x": torch.randn(rows, 128, 32), "y": torch.randn(rows, 128, 32)}
 
 
+@pytest.mark.slow
 def test_memory_falls_with_the_chunk(tmp_path):
     peaks = {rows: live_peak(Deep, deep_batch(), parts=64 // rows, rows=rows, folder=tmp_path) for rows in (64, 16, 4)}
     activations = 2 * 64 * 128 * 32 * 4 * 12

@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, Mult
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, SplitError
+from tests.support.lanes import slow
 from tests.support.modules.plain import MLP, RaggedTokens, Rows, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -319,11 +320,11 @@ def test_a_closure_that_runs_several_times_a_step_logs_and_measures_each_time(op
     [
         {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
         {"detect_anomaly": True, "profiler": "simple"},
-        {"overfit_batches": 1},
-        {"fast_dev_run": True},
+        slow({"overfit_batches": 1}),
+        slow({"fast_dev_run": True}),
         {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]},
         {"callbacks": lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)], "max_epochs": 4},
-        {"callbacks": lambda: [EMAWeightAveraging()]},
+        slow({"callbacks": lambda: [EMAWeightAveraging()]}),
     ],
     ids=["clip by value", "anomaly and profiler", "overfit", "trial", "accumulation", "swa", "ema"],
 )

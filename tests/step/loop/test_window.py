@@ -47,9 +47,7 @@ def trained(kind, *, batch_size, window, clip=None, callbacks=(), **strategy):
         ["auto", 1, 3],
         fast=[
             (Plain, 0.05, "auto"),
-            (Plain, None, 3),
-            (RaggedTokens, None, 1),
-            (RaggedTokens, 0.05, 3),
+            (RaggedTokens, None, 3),
             (Undeclared, 0.05, 1),
         ],
     ),

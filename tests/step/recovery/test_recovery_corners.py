@@ -17,7 +17,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GradientHealth, MemoryMonitor, MemoryProgressBar, RunCheckpoint
 from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, RunError
 from tests.step.recovery.test_recovery import TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
-from tests.support.lanes import crossed, some
+from tests.support.lanes import crossed, slow, some
 from tests.support.lasting import Lasting
 from tests.support.modules.plain import MLP, weights
 
@@ -80,14 +80,10 @@ POSITIONS = [
 
 
 EVERY_HOOK = (
-    ("on_before_backward", 0, 1),
     ("on_before_backward", 1, 3),
     ("on_after_backward", 5, 2),
-    ("on_after_backward", 0, 3),
     ("on_before_optimizer_step", 2, 3),
-    ("on_before_optimizer_step", 1, 1),
     ("on_before_zero_grad", 0, 2),
-    ("on_before_zero_grad", 5, 1),
 )
 
 
@@ -127,9 +123,7 @@ class Measures(Stateful):
         self.values.reset()
 
 
-@pytest.mark.parametrize(
-    ("batch", "phase"), crossed([0, 4], ["forward", "backward"], fast=[(0, "backward"), (4, "forward")])
-)
+@pytest.mark.parametrize(("batch", "phase"), crossed([0, 4], ["forward", "backward"], fast=[(4, "backward")]))
 def test_metric_lists_groups_and_generators_are_put_back(phase, batch):
     assert_recovered_as_undisturbed(Measures, Fails(phase, batch))
 
@@ -192,7 +186,7 @@ class Counts(torch.optim.Optimizer):
             parameter.add_(parameter.grad, alpha=-group["lr"] / (group["k"] + self.state[parameter]["n"]))
 
 
-@pytest.mark.parametrize("rollback", [False, True])
+@pytest.mark.parametrize("rollback", [slow(False), True])
 def test_an_optimizers_plain_numbers_are_put_back(rollback):
     class Fails(MLP):
         fails_at = 3

@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -213,27 +214,41 @@ def net(kind: type[Any] = Net, **kinds: bool) -> Any:
     return kind(**kinds).double()
 
 
-def same_as_ddp() -> dict[str, dict[str, Any]]:
-    """Return fits of `ddp` and of the unified strategy, whole and split."""
-    windows = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
-    unused = "ddp_find_unused_parameters_true"
-    return {
-        "ddp": fit(net(), "ddp", validates=True),
-        "whole": fit(net(), "unified_ddp", validates=True),
-        "cut": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
-        "ddp, windows": fit(net(norm=True), "ddp", **windows),
-        "whole, windows": fit(net(norm=True), "unified_ddp", **windows),
-        "ddp, cut, windows": fit(net(), "ddp", **windows),
-        "cut, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
-        "ddp, unused": fit(net(unused=True), unused),
-        "whole, unused": fit(net(unused=True), "unified_ddp"),
-        "cut, unused": fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
-        "ddp, ragged": fit(net(RaggedNet), "ddp"),
-        "whole, ragged": fit(net(RaggedNet), "unified_ddp"),
-        "cut, ragged": fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
-        "ddp, manual": fit(net(ManualNet), "ddp"),
-        "manual": fit(net(ManualNet), "unified_ddp"),
-    }
+WINDOWS = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+UNUSED = "ddp_find_unused_parameters_true"
+
+SAME_AS_DDP = {
+    "": {
+        "ddp": lambda: fit(net(), "ddp", validates=True),
+        "whole": lambda: fit(net(), "unified_ddp", validates=True),
+        "cut": lambda: fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
+    },
+    "windows": {
+        "ddp": lambda: fit(net(norm=True), "ddp", **WINDOWS),
+        "whole": lambda: fit(net(norm=True), "unified_ddp", **WINDOWS),
+        "ddp, cut": lambda: fit(net(), "ddp", **WINDOWS),
+        "cut": lambda: fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **WINDOWS),
+    },
+    "unused": {
+        "ddp": lambda: fit(net(unused=True), UNUSED),
+        "whole": lambda: fit(net(unused=True), "unified_ddp"),
+        "cut": lambda: fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
+    },
+    "ragged": {
+        "ddp": lambda: fit(net(RaggedNet), "ddp"),
+        "whole": lambda: fit(net(RaggedNet), "unified_ddp"),
+        "cut": lambda: fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
+    },
+    "manual": {
+        "ddp": lambda: fit(net(ManualNet), "ddp"),
+        "whole": lambda: fit(net(ManualNet), "unified_ddp"),
+    },
+}
+
+
+def same_as_ddp(kind: str) -> dict[str, dict[str, Any]]:
+    """Return fits of `ddp` and of the unified strategy, whole and split, of one kind of SAME_AS_DDP."""
+    return {name: run() for name, run in SAME_AS_DDP[kind].items()}
 
 
 def unplanned(**options: Any) -> UnifiedDDPStrategy:
@@ -247,25 +262,38 @@ STEPS = ("forward", "backward", "reduction", "hook")
 WEIGHTS = ("clipping", "optimizer step", "half written")
 
 
-def recovered() -> dict[str, dict[str, Any]]:
-    """Return fits in which one rank runs out of memory once, and their undisturbed twins."""
-    step = {"gradient_clip_val": 0.3, "validates": True}
-    windows = {**step, "accumulate_grad_batches": 2}
-    fits = {phase: fit(net(dropout=True), unplanned(), Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
-    for phase in ("backward", "reduction"):
-        fits[f"{phase}, windows"] = fit(net(dropout=True), unplanned(), Fails(phase, batch=3), **windows)
-    first = Fails("optimizer step", batch=0, on=0)
-    both = [Fails("optimizer step", on=rank) for rank in range(2)]
-    return fits | {
-        "first optimizer step": fit(net(dropout=True), unplanned(), first, **step),
-        "all optimizer steps": fit(net(dropout=True), unplanned(), *both, **step),
-        "undisturbed": fit(net(dropout=True), unplanned(), **step),
-        "smaller": fit(net(dropout=True), unplanned(), ShrinksAt(4), **step),
-        "smaller, windows": fit(net(dropout=True), unplanned(), ShrinksAt(4, batch=3), **windows),
-        "last backward": fit(net(), unplanned(micro_batch_size=4, check_split=False), Fails("last backward"), **step),
-        "smaller still": fit(net(), unplanned(micro_batch_size=4, check_split=False), ShrinksAt(2), **step),
-        "validation": fit(net(dropout=True), unplanned(), Fails("validation"), **step),
-    }
+STEP = {"gradient_clip_val": 0.3, "validates": True}
+
+
+def failing(phase: str) -> Callable[[], dict[str, Any]]:
+    return lambda: fit(net(dropout=True), unplanned(), Fails(phase), **STEP)
+
+
+def in_windows(event: L.Callback) -> dict[str, Any]:
+    return fit(net(dropout=True), unplanned(), event, **STEP, accumulate_grad_batches=2)
+
+
+RECOVERED = {
+    **{phase: failing(phase) for phase in (*STEPS, *WEIGHTS, "validation")},
+    "backward, windows": lambda: in_windows(Fails("backward", batch=3)),
+    "reduction, windows": lambda: in_windows(Fails("reduction", batch=3)),
+    "smaller, windows": lambda: in_windows(ShrinksAt(4, batch=3)),
+    "first optimizer step": lambda: fit(net(dropout=True), unplanned(), Fails("optimizer step", batch=0, on=0), **STEP),
+    "all optimizer steps": lambda: fit(
+        net(dropout=True), unplanned(), *(Fails("optimizer step", on=rank) for rank in range(2)), **STEP
+    ),
+    "undisturbed": lambda: fit(net(dropout=True), unplanned(), **STEP),
+    "smaller": lambda: fit(net(dropout=True), unplanned(), ShrinksAt(4), **STEP),
+    "last backward": lambda: fit(
+        net(), unplanned(micro_batch_size=4, check_split=False), Fails("last backward"), **STEP
+    ),
+    "smaller still": lambda: fit(net(), unplanned(micro_batch_size=4, check_split=False), ShrinksAt(2), **STEP),
+}
+
+
+def recovered(*names: str) -> dict[str, dict[str, Any]]:
+    """Return fits of RECOVERED: one rank runs out of memory once, or an undisturbed twin of that."""
+    return {name: RECOVERED[name]() for name in names}
 
 
 class Presses(L.Callback):

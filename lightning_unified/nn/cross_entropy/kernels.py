@@ -1,0 +1,135 @@
+"""The three operations that a chunked cross-entropy repeats, in two implementations with one interface.
+
+`Eager` consists of torch's operators and runs anywhere. `Fused` runs on CUDA: Triton kernels that read a chunk of logits once, and a
+matrix product that adds to a float32 sum in place. Its operations are registered with torch (`torch.ops.lightning_unified`), so that
+fake tensors, a dry run and `torch.compile` see one operation and the memory it allocates.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+__all__ = ["IGNORED", "Eager", "Fused", "Kernels", "fused_on", "kernels_for"]
+
+IGNORED = -100
+
+
+class Kernels(Protocol):
+    """Operations on a chunk of logits (N, V), in the dtype of the products."""
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return each row's loss (N) in at least float32, 0 where unscored, and what `gradient` needs again (N), if anything."""
+        ...
+
+    def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:
+        """Return the gradient (N, V) of the losses weighted by `outer` (N), in the dtype of `logits`, whose memory may be used."""
+        ...
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add `left.T @ right` to `total`, which has at least float32."""
+        ...
+
+
+class Eager:
+    """torch's operators; the softmax and all sums in at least float32."""
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED), None
+
+    def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:  # noqa: ARG002
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return _softmax_minus_one_hot_(wide, labels).mul_(outer.unsqueeze(1)).to(logits.dtype)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        total += left.T @ right
+
+
+class Fused:
+    """Triton kernels that keep the logits in the dtype of the products, and sums of products in float32."""
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        return torch.ops.lightning_unified.losses_of_rows(logits, labels)
+
+    def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:
+        torch.ops.lightning_unified.gradient_of_rows(logits, labels, kept, outer)
+        return logits
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        torch.ops.lightning_unified.add_product(total, left, right)
+
+
+def kernels_for(tensor: Tensor, dtype: torch.dtype) -> Kernels:
+    """Return the kernels for products in `dtype` on the tensor's device."""
+    return Fused() if dtype != torch.float64 and fused_on(tensor.device) else Eager()
+
+
+def fused_on(device: torch.device) -> bool:
+    """Return whether `Fused` runs on the device: NVIDIA GPUs from compute capability 7.0, with Triton."""
+    return device.type == "cuda" and torch.version.hip is None and _has_triton() and _capability(device.index) >= (7, 0)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _softmax_minus_one_hot_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Turn logits (N, V) into their summed loss's gradient, in place; unscored rows become 0."""
+    scored = labels != IGNORED
+    logits.sub_(logits.amax(1, keepdim=True)).exp_()
+    logits.div_(logits.sum(1, keepdim=True))
+    targets = labels.where(scored, 0).unsqueeze(1)
+    logits.scatter_add_(1, targets, logits.new_full((1, 1), -1.0).expand(len(labels), 1))
+    return logits.mul_(scored.unsqueeze(1))
+
+
+@torch.library.custom_op("lightning_unified::losses_of_rows", mutates_args=(), device_types="cuda")
+def _losses_of_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from lightning_unified.nn.cross_entropy import triton_kernels
+
+    losses, log_sums = _results_of_losses(logits, labels)
+    triton_kernels.losses_of_rows(logits, labels, losses, log_sums)
+    return losses, log_sums
+
+
+@_losses_of_rows.register_fake
+def _results_of_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return tuple(torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))  # pyright: ignore[reportReturnType]
+
+
+@torch.library.custom_op("lightning_unified::gradient_of_rows", mutates_args={"logits"}, device_types="cuda")
+def _gradient_of_rows(logits: Tensor, labels: Tensor, log_sums: Tensor, outer: Tensor) -> None:
+    from lightning_unified.nn.cross_entropy import triton_kernels
+
+    triton_kernels.gradient_of_rows(logits, labels, log_sums, outer)
+
+
+@torch.library.custom_op("lightning_unified::add_product", mutates_args={"total"}, device_types="cuda")
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        torch.addmm(total, left.T, right, out=total)
+    else:
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+
+
+@_gradient_of_rows.register_fake
+@_add_product.register_fake
+def _writes_in_place(*operands: Tensor) -> None:
+    """Return nothing: the operation allocates nothing."""
+
+
+@register_flop_formula(torch.ops.lightning_unified.add_product)
+def _flops_of_product(total: Any, left: Any, right: Any, **_: Any) -> int:  # noqa: ARG001
+    """Return the floating-point operations of `left.T @ right`; the arguments are shapes."""
+    return 2 * left[0] * left[1] * right[1]

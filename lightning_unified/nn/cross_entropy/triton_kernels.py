@@ -1,0 +1,71 @@
+"""Triton kernels of the cross-entropy: one program for each row of logits.
+
+A row of 50,000 logits in bfloat16 takes 100 KB. torch's operators read and write it in float32 about ten times. `losses_of_rows` reads
+it once, with the running maximum and sum of an online softmax; `gradient_of_rows` reads and writes it once.
+
+Reference:
+    M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
+"""
+
+# ruff: noqa: ANN001, ANN202  Triton compiles the functions and has types of its own
+# pyright: reportMissingImports=false, reportIndexIssue=false
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gradient_of_rows", "losses_of_rows"]
+
+_IGNORED = tl.constexpr(-100)
+_BLOCK = 4096  # entries a program holds at one time: 4 KB to 16 KB in registers, spread over 8 warps
+_WARPS = 8
+
+
+@triton.jit
+def _losses(logits, labels, losses, log_sums, columns, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    start = logits + row * stride
+    greatest = -float("inf")
+    total = 0.0
+    for first in range(0, columns, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        values = tl.load(start + places, mask=places < columns, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(greatest, tl.max(values, 0))
+        total = total * tl.exp(greatest - higher) + tl.sum(tl.exp(values - higher), 0)
+        greatest = higher
+    log_sum = greatest + tl.log(total)
+    scored = label != _IGNORED
+    offered = (label >= 0) & (label < columns)  # any other label is an error, which the caller reports
+    target = tl.load(start + label, mask=offered, other=float("nan")).to(tl.float32)
+    tl.store(log_sums + row, log_sum)
+    tl.store(losses + row, tl.where(scored, log_sum - target, 0.0))
+
+
+@triton.jit
+def _gradient(logits, labels, log_sums, outer, columns, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    log_sum = tl.load(log_sums + row)
+    factor = tl.load(outer + row).to(tl.float32)
+    start = logits + row * stride
+    for first in range(0, columns, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        inside = places < columns
+        values = tl.load(start + places, mask=inside, other=-float("inf")).to(tl.float32)
+        gradient = (tl.exp(values - log_sum) - tl.where(places == label, 1.0, 0.0)) * factor
+        gradient = tl.where(label == _IGNORED, 0.0, gradient)
+        tl.store(start + places, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def losses_of_rows(logits: Tensor, labels: Tensor, losses: Tensor, log_sums: Tensor) -> None:
+    """Write each row's loss and log-sum-exp; (N, V), (N), (N), (N), the last two in float32."""
+    _losses[(len(logits),)](
+        logits, labels, losses, log_sums, logits.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=_WARPS
+    )
+
+
+def gradient_of_rows(logits: Tensor, labels: Tensor, log_sums: Tensor, outer: Tensor) -> None:
+    """Overwrite logits (N, V) by the gradient of the losses' sum, each weighted by `outer` (N)."""
+    _gradient[(len(logits),)](
+        logits, labels, log_sums, outer, logits.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=_WARPS
+    )
