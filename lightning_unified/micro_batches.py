@@ -51,13 +51,11 @@ class MergeRules:
 
     A rule is one of the names below, or a function `merge(values, rows)` of the micro-batches' values and row counts.
 
-    | rule | the whole batch's value is |
-    |---|---|
-    | `"concatenate"` | the values one after another, along the first dimension |
-    | `"mean"` | the mean of the values, weighted by loss terms |
-    | `"mean of rows"` | the mean of the values, weighted by rows |
-    | `"sum"`, `"max"`, `"min"` | the sum, maximum or minimum of the values |
-    | `"equal"` | the value itself; it must be the same in every micro-batch |
+    - `"concatenate"`: the values one after another, along the first dimension.
+    - `"mean"`: the mean of the values, weighted by loss terms.
+    - `"mean of rows"`: the mean of the values, weighted by rows.
+    - `"sum"`, `"max"`, `"min"`: the sum, maximum or minimum of the values.
+    - `"equal"`: the value itself; it must be the same in every micro-batch.
 
     Args:
         outputs: Rules for the step's return value, by path: keys or indices joined by dots; `""` is the returned value

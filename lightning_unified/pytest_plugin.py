@@ -1,13 +1,11 @@
-"""Memory as a test: the fixture `memory_budget` fails a test whose module needs too much.
+"""Memory as a test: `budgeted` fails a pytest test whose block needs more than a budget.
 
-    with memory_budget("12GiB", device="m2-16gb"):
-        ...
-
-The package installs this plugin. It is light: torch is imported only by tests that use it.
+The fixture `memory_budget` returns it. That fixture is in `pytest_lightning_unified`, beside the package, because pytest loads the fixture's
+module in every session.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
     from lightning_unified.hardware.simulated import SimulatedAllocator
 
-__all__ = ["MemoryUsed", "memory_budget"]
+__all__ = ["MemoryUsed", "budgeted"]
 
 
 class MemoryUsed:
@@ -43,12 +41,6 @@ class MemoryUsed:
     def bytes(self) -> int:
         """Live bytes now."""
         return self._allocator.allocated
-
-
-@pytest.fixture
-def memory_budget() -> Callable[..., AbstractContextManager[MemoryUsed]]:
-    """Return `memory_budget(budget, *, device, holding=())`, the context manager `budgeted`."""
-    return budgeted
 
 
 @contextmanager

@@ -44,6 +44,7 @@ EXPERIMENTS = [
     "compression",
     "compression-smollm2",
     "diagnostics",
+    "gearhead-34m",
     "gearhead-34m-cuda",
     "gearhead-34m-mps",
     "gearhead-34m-rocm",

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "CHANGELOG.md"})  # that one names what is gone
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"}
+)  # that one names what is gone
 FOLDERS = ("benchmarks", "conf", "docs", "lightning_unified", "tests")
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*-]*\w/?")
 MODULE = re.compile(r"(?<![\w./-])(?:lightning_unified|benchmarks|tests)(?:\.\w+)+")
@@ -60,7 +62,7 @@ def _has(found: object, attributes: list[str]) -> bool:
     return all((found := getattr(found, name, None)) is not None for name in attributes)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_only_what_exists(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link, _ in LINK.findall(text) if not (page.parent / link).exists()]
@@ -71,7 +73,7 @@ def test_a_page_names_only_what_exists(page):
 def test_a_missing_file_module_or_test_is_found():
     assert broken_tests("`test_that_is_gone` and test_docs") == ["test_that_is_gone"]
     assert broken_tests("```python\ntest_of_an_example\n```\n") == []
-    assert broken_paths("see docs/nowhere.md and `step/nowhere.py`, not docs/layout.md") == [
+    assert broken_paths("see docs/nowhere.md and `step/nowhere.py`, not docs/explanation/layout.md") == [
         "docs/nowhere.md",
         "step/nowhere.py",
     ]

@@ -1,4 +1,4 @@
-"""The examples of docs/splitting.md run, and train as the whole batch does."""
+"""The examples of docs/reference/micro_batches.md run, and train as the whole batch does."""
 
 import copy
 import re
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import MicroBatchRules, RowRules
 from lightning_unified.errors import SplitError
 
-PAGE = Path(__file__).parents[1] / "docs" / "splitting.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "micro_batches.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 INEXACT = {"Norm", "Unchecked"}  # the user accepts a difference
 

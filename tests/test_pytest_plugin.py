@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from tests.support.programs import run_program
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TESTS = """
 import lightning as L
@@ -89,7 +93,7 @@ def test_what_cannot_be(memory_budget):
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     (folder / "test_memory.py").write_text(TESTS.replace("\\\\", "\\"))
-    options = ["-p", "lightning_unified.pytest_plugin", "-rA", "-q", "-W", "ignore", "."]
+    options = ["-p", "pytest_lightning_unified", "-rA", "-q", "-W", "ignore", "."]
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     return run_program("pytest", *options, cwd=folder, environment=environ).stdout
 
@@ -136,8 +140,14 @@ def test_a_budget_or_a_device_that_cannot_be_is_refused(outcome):
     assert "PASSED test_memory.py::test_what_cannot_be" in outcome
 
 
-def test_importing_the_plugin_imports_neither_torch_nor_lightning():
-    code = "import sys, lightning_unified.pytest_plugin; print({'torch', 'lightning'} & set(sys.modules))"
+def test_loading_the_plugin_registers_no_strategy_and_imports_neither_torch_nor_lightning():
+    plugin = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    code = f"import sys, {plugin['lightning_unified']}; print({{name.partition('.')[0] for name in sys.modules}}, len(sys.meta_path))"
+    plain = subprocess.run(
+        [sys.executable, "-c", "import sys; print(len(sys.meta_path))"], capture_output=True, text=True, check=True
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, _, finders = done.stdout.rpartition(" ")
 
-    assert done.stdout == "set()\n"
+    assert not {"torch", "lightning", "lightning_unified"} & eval(loaded)
+    assert finders == plain.stdout  # the hook that registers the strategies is one more

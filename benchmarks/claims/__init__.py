@@ -1,1 +1,1 @@
-"""Measurements for docs/claims.md."""
+"""Measurements for docs/lab/claims.md."""

@@ -1,4 +1,4 @@
-"""Measure on a CPU the sizes, memory figures and weighting rules of docs/claims.md.
+"""Measure on a CPU the sizes, memory figures and weighting rules of docs/lab/claims.md.
 
     python -m benchmarks.claims.cpu [--output benchmarks/claims/cpu.json]
 

@@ -1,4 +1,4 @@
-"""Check the statements of docs/claims.md about libraries, loaders and data.
+"""Check the statements of docs/lab/claims.md about libraries, loaders and data.
 
 They concern scaler, pinning, processes, numbers, tokens, splits and padding.
 

@@ -17,15 +17,19 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 0, or 2 if a source or an argument is wrong."""
     parser = argparse.ArgumentParser(prog="python -m lightning_unified.data", description=__doc__)
-    parser.add_argument("command", choices=["describe", "baselines"])
+    parser.add_argument(
+        "command",
+        choices=["describe", "baselines"],
+        help="print counts, or train n-gram models and print their perplexity",
+    )
     parser.add_argument("--source", default="pydoc", help=f"one of {', '.join(SOURCES)}")
     parser.add_argument("--path", help="for --source files: a .jsonl or .txt file, or a folder of them")
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--vocab-size", type=int, default=2048, help="entries of the vocabulary")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--batch-size", type=int, default=32, help="rows of a batch")
     parser.add_argument("--loss-on", default="all", help="all or answer")
-    parser.add_argument("--val-fraction", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--val-fraction", type=float, default=0.1, help="share of the documents for validation")
+    parser.add_argument("--seed", type=int, default=0, help="of the split and of the order")
     parser.add_argument("--max-groups", type=int, help="use only so many topics, services, files or families of codes")
     asked = vars(parser.parse_args(arguments))
     command = asked.pop("command")

@@ -133,6 +133,18 @@ class TextData(ResumableData):
             for name, order in (("bigram", 2), ("trigram", 3))
         }
 
+    @override
+    def describe_line(self) -> str:
+        prepared, parts = self._prepared, self._prepared.parts
+        dropped = parts.dropped_lines
+        return (
+            f"{len(parts.train):,} documents to train, {prepared.train.scored_tokens:,} scored tokens in {len(prepared.train):,} rows; "
+            f"{len(parts.validation):,} to validate, {prepared.validation.scored_tokens:,} tokens"
+            + (f", without {dropped:,} of {parts.validation_lines:,} lines that training has" if dropped else "")
+            + (f"; {prepared.texts_left_out:,} plain texts left out" if prepared.texts_left_out else "")
+            + f"; vocabulary of {self.vocab_size:,} tokens"
+        )
+
     def describe(self) -> dict[str, Any]:
         """Return counts of documents, dropped lines, rows and targets, and bytes of UTF-8."""
         prepared, parts = self._prepared, self._prepared.parts

@@ -45,6 +45,10 @@ class ResumableData(LightningDataModule, ABC):
     def _zeros(self, rows: int) -> dict[str, Tensor]:
         """Return a batch of zeros with the full length; no file is read."""
 
+    @abstractmethod
+    def describe_line(self) -> str:
+        """Return one line about the data, for the start of a run: what was read, left out, and split."""
+
     def example_batch(self) -> dict[str, Tensor]:
         """Return a training batch of zeros with full size and length; no file is read."""
         return self._zeros(self.batch_size)

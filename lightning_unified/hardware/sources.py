@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["Sources", "core_count", "meminfo", "read_text", "shipped_configuration", "torch_version"]
 
-_TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
+_TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model", "kern.osproductversion")
 _HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour and its size, in 4-byte integers
 
 

@@ -36,7 +36,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     Each rank runs its own batch inside its own memory budget, in as many micro-batches as it needs. Gradients are averaged once, after
     the last backward pass of the window. The result is that of `strategy="ddp"` with whole batches. Ranks meet before and after every
     collective. If a rank runs out of memory, in forward, backward, reduction or optimizer step, all repeat the batch. If one fails
-    otherwise, or is gone, all end with an error that names it. See docs/several_ranks.md.
+    otherwise, or is gone, all end with an error that names it. See docs/explanation/several_ranks.md.
 
     `training_step` must hold no collective of its own, because a rank may repeat it alone. SyncBatchNorm, metrics with
     `dist_sync_on_step` and `self.all_gather` in it are refused. `self.log(…, sync_dist=True)` is written when the step is over.

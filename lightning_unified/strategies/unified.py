@@ -26,7 +26,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
     A module needs no change if its loss is a mean over rows or over scored labels. Any other module describes its batches in the hook
     `configure_micro_batches(stage) -> MicroBatchRules`. For a module you do not own, pass the same rules as `micro_batches`. A module
     that does not split exactly is refused with `SplitError`. Validation, test and predict steps are split only after memory has run out
-    in one. docs/splitting.md has an example of each rule.
+    in one. docs/reference/micro_batches.md has an example of each rule.
 
     A module may also have `kept_bytes` and `give_back()`, for memory that it keeps on the device between steps while the strategy has
     `spare_bytes`.
@@ -40,7 +40,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         budget: The memory this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else. A
             `leave` budget is read again while running, so that it follows other programs.
         micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less if memory requires it.
-        recompute: Activation checkpointing: True, False or `"auto"`; see docs/recomputation.md. True sets the module's own `recompute`
+        recompute: Activation checkpointing: True, False or `"auto"`; see docs/explanation/recomputation.md. True sets the module's own `recompute`
             attribute, or else checkpoints its blocks. `"auto"` leaves the module as it is until a plan says otherwise, or memory runs
             out and no smaller micro-batch is left.
         precision: `"trainer"` runs `Trainer(precision=…)`; `"auto"` the best precision of the device; or Lightning's name of one.
@@ -49,7 +49,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
             torch's own optimizers. `"auto"` lets the plan choose for optimizers built without a choice. Updates differ in rounding.
             The memory beside the optimizer state differs by up to the parameters' bytes.
         predict: Trace the step before the first batch runs, and choose sizes and memory options by its predicted memory; see
-            docs/planning.md. It takes a few seconds, and is skipped if the budget is thousands of times the bytes of weights and batch.
+            docs/explanation/planner/planning.md. It takes a few seconds, and is skipped if the budget is thousands of times the bytes of weights and batch.
         recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
         optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to restore if memory runs out while
             it writes. Costs their bytes once more, and time.
@@ -59,7 +59,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
             statistics of each micro-batch. `MicroBatchRules(batch_norm=…)` takes precedence.
         check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
             intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results
-            merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/splitting.md.
+            merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/explanation/exactness.md.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
         window_mean: The gradient of an accumulation window is a mean over its `"batches"`, as in Lightning, or over the loss
@@ -68,7 +68,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         remember: File for the sizes found, such as `runs/mine/sizes.json`. A resumed run, or another run in a directory beside it with
             the same module, device and budget, starts with them.
         simulate: The name of a machine that is not here, such as `"m2-16gb"`. The CPU trains with the budget, readings, limits and
-            out-of-memory errors of that machine; see docs/simulation.md.
+            out-of-memory errors of that machine; see docs/reference/simulation.md.
 
     Raises:
         ConfigurationError: If an argument has a value that is not allowed.

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.records import cell
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "campaigns.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "lab" / "campaigns.md").read_text(encoding="utf-8")
 
 
 def record(name):

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import yaml
 
-__all__ = ["SUBJECTS", "Subject", "check", "key_lines", "record", "recorded"]
+__all__ = ["SUBJECTS", "Subject", "check", "key_lines", "parsers", "record", "recorded"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -113,16 +113,18 @@ class _Parsing(BaseException):
 
 def command_lines() -> list[str]:
     """Return each command with its flags, from the commands' own parsers."""
+    return [line for command, parser in parsers() for line in (command, *_flags(parser))]
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield each command as a user writes it, with its parser."""
     from lightning_unified.cli.main import main
 
-    lines = []
     for command in _commands(main):
-        lines.append(f"python -m lightning_unified {command}")
-        lines.extend(_flags(_parser_of(lambda command=command: main([command]))))
+        yield f"python -m lightning_unified {command}", _parser_of(lambda command=command: main([command]))
     for file in sorted((ROOT / "lightning_unified").glob("*/**/__main__.py")):
-        lines.append(f"python -m {'.'.join(file.parent.relative_to(ROOT).parts)}")
-        lines.extend(_flags(_parser_of(lambda file=file: runpy.run_path(str(file), run_name="__main__"))))
-    return lines
+        name = ".".join(file.parent.relative_to(ROOT).parts)
+        yield f"python -m {name}", _parser_of(lambda file=file: runpy.run_path(str(file), run_name="__main__"))
 
 
 def _commands(main: Callable[[list[str]], int]) -> list[str]:

@@ -5,7 +5,7 @@ The corpora are 20 Newsgroups and R8 on their official splits, and BBC news with
 Each run is what `train.py experiment=classification` makes, with another seed: `LabelData`, `TextClassifier` from pretrained MiniLM,
 `UnifiedStrategy`, the device's own precision, gradients clipped at 1, early stopping and the best checkpoint by macro F1 on validation, and
 the test once, of that checkpoint. The seed draws head, dropout, the order of rows and what is held out for validation; of BBC, which has no
-official test, the test as well. Copies and near copies of a test text are out of the training side (docs/classifier_data.md).
+official test, the test as well. Copies and near copies of a test text are out of the training side (docs/models/classifier_data.md).
 
 The interval of the mean is Student's over seeds; Wilson's is that of a share of so many test texts. Beside them the accuracy of tf-idf
 with a linear model on the same official splits, which was measured apart from this script (0.840 and 0.975).

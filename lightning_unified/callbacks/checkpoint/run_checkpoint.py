@@ -25,7 +25,7 @@ class RunCheckpoint(Checkpoint):
 
     Deviations from Lightning's `ModelCheckpoint`:
 
-    1. One write serves all names by hard links; two `ModelCheckpoint`s would write the whole state twice.
+    1. One write serves all names by hard links; two of `ModelCheckpoint` would write the whole state twice.
     2. A file due at a step with a validation is written after it, when best score, early stopping and schedulers are final.
     3. With any IO plugin, a name refers to a complete file only.
     4. A run resumed from any file continues bit for bit: the file also holds the random states of all ranks, and the gradients

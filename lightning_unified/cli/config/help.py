@@ -30,7 +30,7 @@ Main overrides
 
 Also
   -m memory=debug,small          run a sweep: one run for each combination
-  --trust                        resume a run whose files name classes of your own (docs/security.md)
+  --trust                        resume a run whose files name classes of your own (docs/explanation/security.md)
   --cfg job                      print the configuration and stop; --info defaults: print its sources
   --shell-completion install=bash   completion: eval "$({program} --shell-completion install=bash)"
   python -m lightning_unified doctor [--json]   show this machine's memory and the tier that fits

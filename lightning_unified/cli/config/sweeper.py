@@ -23,7 +23,7 @@ _DEFAULTS = {"n_trials": 20, "n_jobs": 1, "direction": "minimize", "seed": None,
 class OptunaSweeper(Sweeper):
     """Runs `n_trials` runs, drawn `n_jobs` at once, and writes the best values to `optimization_results.yaml`.
 
-    docs/sweeps.md describes the settings, and the overrides that draw: `interval`, `tag(log,…)`, `int(…)`, `range` and `choice`.
+    docs/how-to/sweeps.md describes the settings, and the overrides that draw: `interval`, `tag(log,…)`, `int(…)`, `range` and `choice`.
     """
 
     def __init__(self, *, n_trials: int, n_jobs: int, seed: int | None, **study: Any) -> None:

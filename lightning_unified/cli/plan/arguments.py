@@ -110,20 +110,20 @@ def parse(arguments: Sequence[str]) -> Asked:
         ConfigurationError: If a flag is unknown, lacks its value, or contradicts another.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("overrides", nargs="*", default=[], help="key=value and group=choice, as train takes them")
     for flag in ("--fits-where", "--json"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
+        parser.add_argument(flag, action="store_true", help=FLAGS[flag][1])
+    parser.add_argument("-h", "--help", action="store_true", help=FLAGS["--help"][1])
     for flag in ("--module", "--batch"):
-        parser.add_argument(flag)
-    parser.add_argument("-sc", "--shell-completion")
+        parser.add_argument(flag, help=FLAGS[flag][1])
+    parser.add_argument("-sc", "--shell-completion", help=FLAGS["--shell-completion"][1])
     for flag in ("--generate", "--rows", "--prompt"):
-        parser.add_argument(flag, type=int)
+        parser.add_argument(flag, type=int, help=FLAGS[flag][1])
     for flag in ("--markdown", "--png"):
-        parser.add_argument(flag, type=Path)
+        parser.add_argument(flag, type=Path, help=FLAGS[flag][1])
     for flag in ("--kwargs", "--batch-shape"):
-        parser.add_argument(flag, nargs="+", action="extend", default=[])
-    parser.add_argument("--calibration", choices=("show", "clear"))
+        parser.add_argument(flag, nargs="+", action="extend", default=[], help=FLAGS[flag][1])
+    parser.add_argument("--calibration", choices=("show", "clear"), help=FLAGS["--calibration"][1])
     given, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
         raise ConfigurationError(

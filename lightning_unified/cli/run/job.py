@@ -106,7 +106,13 @@ class Job:
         check_binding(config)
         from lightning_unified.cli.run import parts as building
         from lightning_unified.cli.run.result import finish
-        from lightning_unified.cli.run.screen import quiet_third_parties, show_changes, show_start
+        from lightning_unified.cli.run.screen import (
+            batches_of,
+            quiet_third_parties,
+            show_changes,
+            show_data,
+            show_start,
+        )
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
         own = all(is_own(node["_target_"]) for _, node in targets(OmegaConf.to_container(config, resolve=True)))
@@ -119,6 +125,7 @@ class Job:
             if self.saved is not None:
                 show_changes(self.saved.directory, changes)
             show_start(config, machine, module=module)
+            show_data(parts.data, parts.callbacks.values(), batches=batches_of(parts.trainer))
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
         with building.compiled(parts.module, wanted=bool(machine.settings.compile)):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning_unified.cost_model.render.facts import format_seconds
 from lightning_unified.precision import live_scaler, plugin_precision
 from lightning_unified.units import format_bytes
 
-__all__ = ["quiet_third_parties", "show_changes", "show_note", "show_start", "show_summary"]
+__all__ = ["batches_of", "quiet_third_parties", "show_changes", "show_data", "show_note", "show_start", "show_summary"]
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
 _NOT_ACTIONABLE = (
@@ -77,6 +78,29 @@ def show_start(config: DictConfig, machine: Machine, *, module: LightningModule)
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     table.add_row("[bold]size[/bold]", f"{count_parameters(module):,} parameters")
     _CONSOLE.print(table)
+
+
+def show_data(data: object, callbacks: Iterable[object], *, batches: str) -> None:
+    """Print a line about the data, and one of each callback that describes itself.
+
+    Args:
+        data: The data module; its `describe_line()`, if it has one, returns the line.
+        callbacks: Likewise.
+        batches: The line of a data module that describes nothing.
+    """
+    own = getattr(data, "describe_line", None)
+    _CONSOLE.print(f"[bold]data[/bold] {escape(str(own() if callable(own) else batches))}")
+    for one in callbacks:
+        describe = getattr(one, "describe_line", None)
+        if callable(describe) and (line := describe()):
+            _CONSOLE.print(escape(str(line)))
+
+
+def batches_of(trainer: Trainer) -> str:
+    """Return the batches of an epoch and of a validation in words, where the loaders know them."""
+    kinds = {"to train": trainer.num_training_batches, "to validate": sum(trainer.num_val_batches)}
+    known = [f"{int(count):,} batches {kind}" for kind, count in kinds.items() if math.isfinite(count)]
+    return ", ".join(known) or "a stream of unknown length"
 
 
 def _used(config: DictConfig, machine: Machine, trainer: Trainer) -> Iterable[tuple[str, str]]:

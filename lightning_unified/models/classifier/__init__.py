@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from lightning_unified.models.classifier.inference.classify import classify
     from lightning_unified.models.classifier.inference.exporting import export
     from lightning_unified.models.classifier.module import TextClassifier
+    from lightning_unified.models.classifier.training.length import TrainingLength
 
-__all__ = ["ClassificationReport", "LabelData", "TextClassifier", "classify", "export"]
+__all__ = ["ClassificationReport", "LabelData", "TextClassifier", "TrainingLength", "classify", "export"]
 
 __getattr__ = lazy_exports(
     __name__,
@@ -22,6 +23,7 @@ __getattr__ = lazy_exports(
         "ClassificationReport": "evaluation.callback",
         "LabelData": "data.label_data",
         "TextClassifier": "module",
+        "TrainingLength": "training.length",
         "classify": "inference.classify",
         "export": "inference.exporting",
     },

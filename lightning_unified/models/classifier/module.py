@@ -14,12 +14,12 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.classifier.data.identity import Identity
 from lightning_unified.models.classifier.evaluation.report import Outputs, Report, report
 from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
-from lightning_unified.models.classifier.hyperparameters import check_hyperparameters
 from lightning_unified.models.classifier.network import trimming
 from lightning_unified.models.classifier.network.network import build_network
-from lightning_unified.models.classifier.objective import ClassificationLoss
-from lightning_unified.models.classifier.objective import class_weights as weights_of
-from lightning_unified.models.classifier.optimizer import build_optimizer
+from lightning_unified.models.classifier.training.hyperparameters import check_hyperparameters
+from lightning_unified.models.classifier.training.objective import ClassificationLoss
+from lightning_unified.models.classifier.training.objective import class_weights as weights_of
+from lightning_unified.models.classifier.training.optimizer import build_optimizer
 from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
 
 __all__ = ["TextClassifier"]

@@ -188,6 +188,7 @@ class StepPlanning:
             own=own,
             own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
             budget_bytes=budget,
+            beside_bytes=self._budget.beside,
             rows=None if shape is None else shape.rows,
             micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,

@@ -12,14 +12,49 @@ from lightning_unified.hardware.environment.builds import build_advice, build_fi
 
 NVIDIA, AMD = "class/drm/card0/device/vendor=0x10de\n", "class/drm/card0/device/vendor=0x1002\n"
 MACHINES = {
-    "NVIDIA, CPU build": ([NVIDIA], {}, "x86_64", "without CUDA.*CUDA build \\("),
-    "NVIDIA on ARM, CPU build": (["proc:driver/nvidia/version=R580"], {}, "aarch64", "CUDA build, for aarch64"),
-    "AMD, CPU build": ([AMD, "class/kfd/kfd/dev=1"], {}, "x86_64", "without ROCm.*ROCm build"),
+    "NVIDIA, CPU build": (
+        [NVIDIA],
+        {},
+        "x86_64",
+        "without CUDA.*NVIDIA GPU.*CUDA build with pip install --force-reinstall torch==2.13.0$",
+    ),
+    "NVIDIA on ARM, CPU build": (["proc:driver/nvidia/version=R580"], {}, "aarch64", "CUDA build for aarch64 with pip"),
+    "AMD, CPU build": (
+        [AMD, "class/kfd/kfd/dev=1"],
+        {},
+        "x86_64",
+        "without ROCm.*ROCm build with pip .*==2.13.0.rocm7.2 .*whl.rocm7.2$",
+    ),
     "AMD, CUDA build": ([AMD, "class/kfd/kfd/dev=1"], {"cuda": "13.0"}, "x86_64", "an AMD GPU"),
     "AMD display without its compute driver": ([AMD], {}, "x86_64", None),
     "NVIDIA, CUDA build": ([NVIDIA], {"cuda": "13.0"}, "x86_64", None),
     "AMD, ROCm build": ([AMD, "class/kfd/kfd/dev=1"], {"hip": "7.0"}, "x86_64", None),
     "both, CUDA build": ([NVIDIA, "class/kfd/kfd/dev=1"], {"cuda": "13.0"}, "x86_64", None),
+    "NVIDIA, a CUDA that its driver is too old for": (
+        ["module/nvidia/version=550.54"],
+        {"cuda": "13.0"},
+        "x86_64",
+        "for CUDA 13.0; .*driver 550.54.*pip install --force-reinstall torch==2.13.0.cu126 .*whl.cu126$",
+    ),
+    "NVIDIA, a CUDA that its driver is new enough for": (
+        ["module/nvidia/version=550.54"],
+        {"cuda": "12.6"},
+        "x86_64",
+        None,
+    ),
+    "NVIDIA, no driver for any build": (
+        ["module/nvidia/version=470.1"],
+        {},
+        "x86_64",
+        "without CUDA.*update it to 580",
+    ),
+    "AMD of an architecture without kernels, CPU build": (
+        [AMD, "class/kfd/kfd/topology/nodes/1/properties=gfx_target_version 100306"],
+        {},
+        "x86_64",
+        None,
+    ),
+    "both, ROCm build": ([NVIDIA, "class/kfd/kfd/dev=1"], {"hip": "7.2"}, "x86_64", None),
     "no GPU": ([], {}, "x86_64", None),
 }
 
@@ -47,6 +82,14 @@ def test_a_build_that_cannot_use_the_gpu_is_named(tmp_path, name):
         (finding,) = found
         assert (finding.variable, finding.value, finding.verdict) == ("torch", "2.13.0+test", "warning")
         assert re.search(wanted, finding.advice)
+
+
+def test_a_cuda_that_works_with_an_older_driver_is_left_alone(tmp_path):
+    older = sources(tmp_path, ["module/nvidia/version=550.54"], {"cuda": "13.0"})
+    assert "CUDA 13.0" in build_advice(older)
+
+    older.torch.cuda = SimpleNamespace(is_available=lambda: True)  # as with NVIDIA's forward-compatibility package
+    assert build_advice(older) is None
 
 
 @pytest.mark.parametrize("key", ["sysctl.proc_translated", "hw.optional.arm64"])

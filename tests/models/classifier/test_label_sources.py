@@ -69,11 +69,19 @@ def test_folders_train_and_test_are_the_split(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "texts,label\nx,y\n", r"no text; its first line must name text and label: rename texts"),
-        ("a.csv", "text,label\nx\n", r"a.csv:2: label=None"),
+        (
+            "a.csv",
+            "texts,label\nx,y\n",
+            r"columns texts, label and no text; name the column, as in data.text_column=texts\.",
+        ),
+        ("a.csv", "text,label\nx\n", r"a.csv:2: the row has 1 of 2 fields and no label; fields are separated by ','"),
         ("a.csv", "text,label\n", "has no rows"),
         ("a.csv", "text,label,split\nx,y,dev\n", "split='dev'; it must be train or test"),
-        ("a.jsonl", '{"text": "x"}\n', r"a.jsonl:1: label=None"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n',
+            r"a.jsonl:1: no label; its keys are text: name the one to read by data.label_column=…",
+        ),
         ("a.jsonl", '{"text": "x", "label": "y"}\n{', r"a.jsonl:2: not JSON"),
         ("a.jsonl", "[1]\n", r"a.jsonl:1: a row is an object.*list"),
         ("a.xlsx", "", "is none of .csv, .tsv, .jsonl"),

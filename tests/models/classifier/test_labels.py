@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.models.classifier import LabelData
-from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
 from lightning_unified.models.classifier.data.label_rows import IGNORED, LabelRows
-from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.tokens.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
+from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 
 TEXTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
@@ -158,7 +158,8 @@ def test_labels_are_places_in_the_names_and_counts_are_of_the_training_side():
 def test_the_description_says_what_was_left_out_and_what_an_epoch_costs():
     described = label_data().describe()
 
-    assert described["left_out"] == {"blank": 0, "exact": 0, "near": 0, "like_test": 0, "of_other_class": 0}
+    reasons = ("blank", "unlabelled", "exact", "near", "like_test", "of_other_class")
+    assert described["left_out"] == dict.fromkeys(reasons, 0)
     assert described["train"]["classes"] == {"electrics": 11, "engine": 11, "hydraulics": 11}
     assert described["tokens_per_epoch"] == sum(batch["input_ids"].numel() for batch in label_data().train_dataloader())
 

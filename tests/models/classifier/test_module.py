@@ -13,7 +13,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.models.classifier import TextClassifier
 from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
 from lightning_unified.models.classifier.network.trimming import trimmed, with_row_lengths
-from lightning_unified.models.classifier.objective import class_weights
+from lightning_unified.models.classifier.training.objective import class_weights
 from lightning_unified.models.training import decay_groups
 
 

@@ -102,7 +102,7 @@ def test_adapters_are_merged_in_what_is_exported(build, tmp_path, tokenizer, bat
     pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
 
-    from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+    from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 
     model = build(labels=3, lora_rank=2).eval()
     for name, parameter in model.named_parameters():
@@ -169,7 +169,11 @@ def test_the_command_explains_in_the_terminal_and_as_a_page(trained, tmp_path, c
     [
         (["predict", "here.txt", "--checkpoint", "none.ckpt"], 2, "there is no checkpoint none.ckpt"),
         (["predict", "no.txt", "--checkpoint", "TRAINED"], 2, "there is no file no.txt"),
-        (["predict", "here.csv", "--checkpoint", "TRAINED"], 2, "no column 'text', but words"),
+        (
+            ["predict", "here.csv", "--checkpoint", "TRAINED"],
+            2,
+            "has the columns words and no text; name the column, as in --field words",
+        ),
         (
             ["predict", "empty.csv", "--checkpoint", "TRAINED"],
             2,

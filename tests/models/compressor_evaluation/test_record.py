@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 RECORD = json.loads((ROOT / "benchmarks" / "models" / "compressor" / "quality.json").read_text(encoding="utf-8"))
-PAGE = (ROOT / "docs" / "compressor.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "models" / "compressor.md").read_text(encoding="utf-8")
 READERS = {"own_reader": "judged by its own reader", "practised_reader": "by one that practised on all"}
 
 

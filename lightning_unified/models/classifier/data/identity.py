@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.reading.format import FileFormat
+from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 from lightning_unified.models.classifier.network.network import Network
 
 __all__ = ["Identity"]
@@ -19,6 +20,7 @@ class Identity:
         encoder: The tokenizer; None until set.
         lengths: Lengths to which rows are padded, ascending.
         text_length: Length in tokens at which longer texts are truncated; None until set.
+        file_format: Columns and encoding of the user's files in training.
     """
 
     def __init__(self) -> None:
@@ -26,12 +28,13 @@ class Identity:
         self.encoder: TextEncoder | None = None
         self.lengths: tuple[int, ...] = ()
         self.text_length: int | None = None
+        self.file_format = FileFormat()
 
     def take(self, data: Any, network: Network, *, labels: int | None) -> None:
         """Take names, tokenizer and lengths of a data module, and give the network a head for its labels.
 
         Args:
-            data: Any data module; its `label_names`, `tokenizer`, `padded_lengths` and `text_length` are optional.
+            data: Any data module; its `label_names`, `tokenizer`, `padded_lengths`, `text_length` and `file_format` are optional.
             network: An untrained network if the number of labels differs from its own.
             labels: Number of labels that the user asked for; None for the data's.
 
@@ -53,6 +56,7 @@ class Identity:
             )
         self.lengths = tuple(sorted(int(length) for length in lengths)) or self.lengths
         self.text_length = longest or self.text_length
+        self.file_format = getattr(data, "file_format", self.file_format)
         found = self.label_names
         if found and len(found) != network.labels:
             if labels is not None:
@@ -66,7 +70,8 @@ class Identity:
         """Return the identity as plain data."""
         text = None if self.encoder is None else self.encoder.to_str()
         lengths = {"lengths": list(self.lengths), "text_length": self.text_length}
-        return {"label_names": self.label_names, "tokenizer": text, **lengths}
+        form = {"file_format": self.file_format.state()}
+        return {"label_names": self.label_names, "tokenizer": text, **lengths, **form}
 
     def restore(self, saved: Mapping[str, Any] | None, network: Network) -> None:
         """Restore the result of `state`, and give the network a head for its labels.
@@ -90,6 +95,7 @@ class Identity:
             self._take_encoder(encoder, len(encoder))
         self.lengths = self.lengths or tuple(saved["lengths"])
         self.text_length = self.text_length or saved["text_length"]
+        self.file_format = FileFormat.of_state(saved.get("file_format"))  # checkpoints before 2026-11-23 hold none
 
     def _take_names(self, names: list[str]) -> None:
         if self.label_names and self.label_names != names:

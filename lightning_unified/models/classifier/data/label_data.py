@@ -5,7 +5,7 @@ The batches have few fixed lengths, and a fit can resume in the middle of an epo
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,11 +19,13 @@ from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_unified.models.classifier.data import label_sources
-from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
+from lightning_unified.models.classifier.data.describe_line import describe_line
 from lightning_unified.models.classifier.data.label_rows import LabelRows, zeros
 from lightning_unified.models.classifier.data.label_split import Sides, part
 from lightning_unified.models.classifier.data.labelled import LabelledText
-from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.reading.format import FileFormat
+from lightning_unified.models.classifier.data.tokens.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
+from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 
 __all__ = ["LabelData"]
 
@@ -40,6 +42,7 @@ class _Prepared:
     label_names: list[str]
     tokenizer: Tokenizer
     lengths: list[int]
+    truncated: int
     train: LabelRows
     validation: LabelRows
     test: LabelRows
@@ -56,7 +59,10 @@ class LabelData(ResumableData):
     Args:
         source: One of `label_sources.SOURCES`.
         path: For `files`: a `.csv`, `.tsv` or `.jsonl` file or a folder of classes; for `sentiment` the source archive.
-        batch_size: Rows of a batch over all ranks: the effective batch.
+        text_column: For `files`: the column or key of the text; a number, from 0, in a table without a line of names.
+        label_column: For `files`: that of the class.
+        encoding: For `files`: the encoding, as Python names it; a byte-order mark takes precedence.
+        batch_size: Rows of a batch over all ranks: the effective batch. A smaller training side is one batch.
         val_batch_size: Rows of a batch of validation or test; None for `batch_size`.
         text_length: Tokens at which a text is truncated, special ones included.
         padded_lengths: Number of lengths to pad to, which are then chosen for the least padding; or the lengths.
@@ -82,6 +88,9 @@ class LabelData(ResumableData):
         *,
         source: str = "bbc",
         path: str | None = None,
+        text_column: str | int = "text",
+        label_column: str | int = "label",
+        encoding: str = "utf-8",
         batch_size: int = 32,
         val_batch_size: int | None = None,
         text_length: int = 128,
@@ -106,6 +115,12 @@ class LabelData(ResumableData):
         if test_fraction:
             settings.check_fractions(test_fraction=test_fraction)
         _check_lengths(padded_lengths, text_length=text_length)
+        self.file_format = FileFormat(text=text_column, label=label_column, encoding=encoding)
+        if source != "files" and self.file_format != FileFormat():
+            raise ValueError(
+                f"data.text_column, data.label_column and data.encoding describe a file, and data.source={source} reads none; leave them "
+                "out, or set data.source=files."
+            )
         self.source, self.text_length = source, text_length
 
     @property
@@ -157,9 +172,15 @@ class LabelData(ResumableData):
             seed=self.options.seed,
             epoch=epoch,
             shuffle=True,
-            drop_last=self.options.drop_last,
+            drop_last=self.options.drop_last and len(rows) >= self.batch_size,
         )
         return sum(len(batch) * (pad_to or rows.length_of(batch)) for batch in batches)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        if len(self.rows[0]) < self.batch_size:  # all rows are one batch, and drop_last would leave none
+            self.options = replace(self.options, drop_last=False)
+        return super().train_dataloader()
 
     @override
     def test_dataloader(self) -> ResumableLoader:
@@ -186,6 +207,15 @@ class LabelData(ResumableData):
     def _zeros(self, rows: int) -> dict[str, Tensor]:
         return zeros(rows, self.text_length)
 
+    @override
+    def describe_line(self) -> str:
+        prepared = self._prepared
+        return describe_line(
+            prepared.sides,
+            names=prepared.label_names,
+            truncated=f"{prepared.truncated} truncated at {self.text_length} tokens" if prepared.truncated else "",
+        )
+
     def describe(self) -> dict[str, Any]:
         """Return counts of texts, left-out texts and the tokens of the first epoch."""
         prepared, sides = self._prepared, self._prepared.sides
@@ -196,6 +226,7 @@ class LabelData(ResumableData):
             "padded_lengths": prepared.lengths,
             "official_test": sides.is_official,
             "left_out": asdict(sides.left_out),
+            "truncated": prepared.truncated,
             "train": _side(sides.train, prepared.train),
             "validation": _side(sides.validation, prepared.validation),
             "test": _side(sides.test, prepared.test),
@@ -206,7 +237,8 @@ class LabelData(ResumableData):
     def _prepared(self) -> _Prepared:
         asked = self.hparams
         fractions = {name: asked[name] for name in ("val_fraction", "test_fraction")}
-        sides = part(label_sources.load(self.source, path=asked["path"]), **fractions, seed=self.options.seed)
+        texts = label_sources.load(self.source, path=asked["path"], form=self.file_format)
+        sides = part(texts, **fractions, seed=self.options.seed)
         names = sorted({text.label for text in sides.train})
         if asked["pretrained"] is None:
             tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=asked["vocab_size"])
@@ -214,7 +246,10 @@ class LabelData(ResumableData):
             tokenizer = load_encoder_tokenizer(asked["pretrained"])
         of_sides = [sides.train, sides.validation, sides.test]
         encoder = TextEncoder(tokenizer)
-        encoded = [encoder.encode_ids([text.text for text in side], max_length=self.text_length) for side in of_sides]
+        encodings = [
+            encoder.encode_fast([text.text for text in side], max_length=self.text_length) for side in of_sides
+        ]
+        encoded = [[encoding.ids for encoding in side] for side in encodings]
         lengths = self._lengths([len(ids) for side in encoded for ids in side])
         train, validation, test = (
             LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=encoder.pad_id)
@@ -225,6 +260,7 @@ class LabelData(ResumableData):
             label_names=names,
             tokenizer=tokenizer,
             lengths=lengths,
+            truncated=sum(bool(encoding.overflowing) for side in encodings for encoding in side),
             train=train,
             validation=validation,
             test=test,

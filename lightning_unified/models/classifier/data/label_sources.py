@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from lightning_unified.data.documents.document import installed_files
-from lightning_unified.models.classifier.data import label_files, labelled
+from lightning_unified.models.classifier.data import labelled
 from lightning_unified.models.classifier.data.labelled import LabelledText
+from lightning_unified.models.classifier.data.reading import label_files
+from lightning_unified.models.classifier.data.reading.format import FileFormat
 
 __all__ = ["SOURCES", "load"]
 
@@ -30,19 +32,20 @@ _ARCHIVE = "vaderSentiment-3.3.2.tar.gz"
 _FETCH = "pip download --no-deps --no-binary :all: vaderSentiment==3.3.2"
 
 
-def load(source: str, *, path: str | None = None) -> list[LabelledText]:
+def load(source: str, *, path: str | None = None, form: FileFormat | None = None) -> list[LabelledText]:
     """Return the labelled texts of a source, in an order that depends on the source only.
 
     Args:
         source: One of `SOURCES`.
         path: For `files` a file or folder; for `sentiment` the source archive, or the folder it lies in.
+        form: For `files`: columns and encoding; None for the columns `text` and `label` in UTF-8.
 
     Raises:
         FileNotFoundError: If the package, file or folder is not there.
         ValueError: If a file does not have its expected format.
     """
     if source == "files":
-        return label_files.read(Path(path or ""))
+        return label_files.read(Path(path or ""), form)
     if source == "sentiment":
         return _sentiment(Path(path or ""))
     return _READERS[source]()

@@ -14,6 +14,9 @@ from lightning_unified.models.classifier.data.labelled import LabelledText
 
 __all__ = ["LeftOut", "Sides", "part"]
 
+_STAYING = 2  # groups of a class that stay in training where each share is below one text
+_MOST_NAMED = 10  # labels; of fewer, a small data set may have more than half as many as texts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
@@ -21,6 +24,7 @@ class LeftOut:
 
     Attributes:
         blank: Texts without a word.
+        unlabelled: Texts with words and without a label.
         exact: Copies of a text that stays, apart from case and white space.
         near: Near copies of a text that stays.
         like_test: Copies and near copies of a text in an official test set.
@@ -28,6 +32,7 @@ class LeftOut:
     """
 
     blank: int
+    unlabelled: int
     exact: int
     near: int
     like_test: int
@@ -44,6 +49,7 @@ class Sides:
         test: Texts for the final evaluation.
         is_official: Whether `test` is the source's own test set.
         left_out: Counts of texts on no side.
+        read: Number of texts in the source.
     """
 
     train: list[LabelledText]
@@ -51,6 +57,7 @@ class Sides:
     test: list[LabelledText]
     is_official: bool
     left_out: LeftOut
+    read: int
 
 
 def part(texts: Sequence[LabelledText], *, val_fraction: float, test_fraction: float, seed: int) -> Sides:
@@ -63,9 +70,11 @@ def part(texts: Sequence[LabelledText], *, val_fraction: float, test_fraction: f
         seed: With the texts, decides the split.
 
     Raises:
-        ValueError: If there are fewer than two classes, or a class has no training text.
+        ValueError: If there are fewer than two classes, labels are no classes, or a class has no training text.
     """
-    worded = [text for text in texts if text.text.strip()]
+    with_words = [text for text in texts if text.text.strip()]
+    worded = [text for text in with_words if text.label]
+    _check_labels(worded, read=len(texts))
     official = [text for text in worded if text.is_test]
     # the test set first: of two near copies, the first stays
     ordered = official + [text for text in worded if not text.is_test]
@@ -84,12 +93,14 @@ def part(texts: Sequence[LabelledText], *, val_fraction: float, test_fraction: f
         test=test,
         is_official=bool(official),
         left_out=LeftOut(
-            blank=len(texts) - len(worded),
+            blank=len(texts) - len(with_words),
+            unlabelled=len(with_words) - len(worded),
             exact=len(copies.exact),
             near=len(copies.near),
             like_test=sum(kept_place < len(official) for kept_place in copies.of.values()),
             of_other_class=sum(ordered[place].label != ordered[other].label for place, other in copies.of.items()),
         ),
+        read=len(texts),
     )
     _check(sides)
     return sides
@@ -121,20 +132,55 @@ def _held_out(
             if len(members[group]) <= left:
                 chosen.add(group)
                 left -= len(members[group])
-    out = {id(text) for group in chosen for text in members[group]}
-    if fraction and not out:
+    if fraction and not chosen:
+        chosen = _of_small_classes(groups_of, members, count=max(1, round(fraction * len(texts))), seed=seed)
+    if fraction and not chosen:
         raise ValueError(
-            f"{len(texts)} texts in {len(members)} groups leave nothing for {what} (a share of {fraction:.3g} of each class, in whole "
-            f"groups); give more texts, smaller groups or a larger share."
+            f"{len(texts)} texts in {len(members)} groups leave nothing for {what}: a share of {fraction:.3g} of each class, in whole "
+            f"groups, and two groups of a class stay in training; give more texts, smaller groups or a larger share."
         )
+    out = {id(text) for group in chosen for text in members[group]}
     return [text for text in texts if id(text) not in out], [text for text in texts if id(text) in out]
+
+
+def _of_small_classes(
+    groups_of: dict[str, list[str]], members: dict[str, list[LabelledText]], *, count: int, seed: int
+) -> set[str]:
+    """Return one group of each class that has three or more, the largest classes first, up to `count` texts.
+
+    It serves texts of which every class is too small for its share to be a whole text.
+    """
+    chosen: set[str] = set()
+    for label in sorted(groups_of, key=lambda label: (-len(groups_of[label]), label)):
+        own = ordered_groups(groups_of[label], seed=seed)
+        fitting = [group for group in own if len(members[group]) <= count]
+        if len(own) > _STAYING and fitting:
+            chosen.add(fitting[0])
+            count -= len(members[fitting[0]])
+    return chosen
+
+
+def _check_labels(texts: Sequence[LabelledText], *, read: int) -> None:
+    """Raise unless the labels are at least two classes."""
+    labels = sorted({text.label for text in texts})
+    if len(labels) < 2:
+        raise ValueError(
+            f"there is only the class {', '.join(labels) or '(none)'} to learn: {len(texts)} of {read} rows have a text and a label; "
+            "give texts of two classes or more."
+        )
+    if len(labels) > _MOST_NAMED and len(labels) > len(texts) / 2:
+        raise ValueError(
+            f"{len(texts)} texts have {len(labels)} different labels, such as {labels[len(labels) // 2][:40]!r}: these name no classes. "
+            "Give the column of the class as data.label_column=…"
+        )
 
 
 def _check(sides: Sides) -> None:
     learnt = {text.label for text in sides.train}
     if len(learnt) < 2:
         raise ValueError(
-            f"there is only the class {', '.join(sorted(learnt)) or '(none)'} to learn; give texts of two or more."
+            f"there is only the class {', '.join(sorted(learnt)) or '(none)'} to learn, after {sides.left_out.exact} copies and "
+            f"{sides.left_out.near} near copies were left out; give texts of two or more."
         )
     unknown = {text.label for text in [*sides.validation, *sides.test]} - learnt
     if unknown:

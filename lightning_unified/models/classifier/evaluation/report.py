@@ -15,7 +15,8 @@ from torchmetrics.functional import classification
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
-from lightning_unified.models.classifier.objective import IGNORED
+from lightning_unified.models.classifier.evaluation.remarks import remarks
+from lightning_unified.models.classifier.training.objective import IGNORED
 
 __all__ = ["Outputs", "Report", "report"]
 
@@ -85,6 +86,20 @@ class Report:
         values = asdict(self)
         left_out = {"rows", "label_names", "confusion", "reliability"}
         return {name: value for name, value in values.items() if name not in left_out and value is not None}
+
+    def by_class(self) -> list[tuple[str, int, float, float, float]]:
+        """Return name, rows, precision, recall and F1 of each class; a figure without rows behind it is 0."""
+        found = []
+        for place, name in enumerate(self.label_names):
+            right = self.confusion[place][place]
+            rows, answered = sum(self.confusion[place]), sum(row[place] for row in self.confusion)
+            f1 = 2 * right / (rows + answered) if rows + answered else 0.0
+            found.append((name, rows, right / max(answered, 1), right / max(rows, 1), f1))
+        return found
+
+    def remarks(self) -> list[str]:
+        """Return a sentence if the answers show that the classes were not learnt, with ways out."""
+        return remarks(self.confusion, self.label_names)
 
     def record(self) -> dict[str, Any]:
         """Return all of it as plain data."""

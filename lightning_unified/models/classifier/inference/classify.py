@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Encoding
 from torch import Tensor
 
-from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
 from lightning_unified.models.classifier.inference.checkpoint import load
 from lightning_unified.models.classifier.module import TextClassifier
 from lightning_unified.models.classifier.network.trimming import ROW_LENGTHS, fixed_length
 
-__all__ = ["Classification", "classify", "encoder_of", "text_length_of"]
+__all__ = ["Classification", "classify", "encoder_of", "logits_of", "text_length_of"]
 
 _UNSAID = (16, 32, 64, 128, 256, 512)  # padded lengths if training has set none
 
@@ -34,7 +35,6 @@ class Classification:
     cut_off: bool
 
 
-@torch.inference_mode()
 def classify(
     texts: Sequence[str],
     *,
@@ -58,15 +58,46 @@ def classify(
     """
     if (module is None) == (checkpoint is None):
         raise ValueError("give a module or a checkpoint, one of the two.")
+    model = load(str(checkpoint), device=device) if module is None else module
+    logits, encodings = logits_of(model, texts, batch_size=batch_size)
+    found = []
+    for row, encoding in zip(model.probabilities(logits.to(model.device)).tolist(), encodings, strict=True):
+        ranked = sorted(zip(model.label_names, row, strict=True), key=lambda pair: -pair[1])
+        found.append(
+            Classification(
+                label=ranked[0][0],
+                probabilities=dict(ranked),
+                tokens=len(encoding.ids),
+                cut_off=bool(encoding.overflowing),
+            )
+        )
+    return found
+
+
+@torch.inference_mode()
+def logits_of(model: TextClassifier, texts: Sequence[str], *, batch_size: int = 64) -> tuple[Tensor, list[Encoding]]:
+    """Return the logits (N, C) of N texts on the CPU, and their encodings; dropout is off.
+
+    Raises:
+        ValueError: If `batch_size` is below 1.
+        RuntimeError: If the classifier has no tokenizer.
+    """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}; give 1 or more.")
-    model = load(str(checkpoint), device=device) if module is None else module
+    encoder, longest = encoder_of(model), text_length_of(model)
+    encodings = encoder.encode(texts, max_length=longest)
+    order = sorted(range(len(texts)), key=lambda index: len(encodings[index].ids))
+    pieces = []
     was_training = model.training
     model.eval()
     try:
-        return _classified(model, texts, batch_size)
+        for start in range(0, len(order), batch_size):
+            rows = [encodings[place].ids for place in order[start : start + batch_size]]
+            pieces.append(_logits(model, encoder, rows, longest))
     finally:
         model.train(was_training)
+    places = torch.tensor(order, dtype=torch.int64).argsort()
+    return torch.cat(pieces)[places] if pieces else torch.zeros(0, len(model.label_names)), encodings
 
 
 def encoder_of(model: TextClassifier) -> TextEncoder:
@@ -87,27 +118,8 @@ def text_length_of(model: TextClassifier) -> int:
     return model.identity.text_length or model.network.positions or _UNSAID[-1]
 
 
-def _classified(model: TextClassifier, texts: Sequence[str], batch_size: int) -> list[Classification]:
-    encoder, longest = encoder_of(model), text_length_of(model)
-    encodings = encoder.encode(texts, max_length=longest)
-    order = sorted(range(len(texts)), key=lambda index: len(encodings[index].ids))
-    found: dict[int, Classification] = {}
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        rows = [encodings[place].ids for place in places]
-        for place, row in zip(places, _probabilities(model, encoder, rows, longest).tolist(), strict=True):
-            ranked = sorted(zip(model.label_names, row, strict=True), key=lambda pair: -pair[1])
-            found[place] = Classification(
-                label=ranked[0][0],
-                probabilities=dict(ranked),
-                tokens=len(encodings[place].ids),
-                cut_off=bool(encodings[place].overflowing),
-            )
-    return [found[place] for place in range(len(texts))]
-
-
-def _probabilities(model: TextClassifier, encoder: TextEncoder, rows: list[list[int]], longest: int) -> Tensor:
+def _logits(model: TextClassifier, encoder: TextEncoder, rows: list[list[int]], longest: int) -> Tensor:
     needed = [len(row) for row in rows]
     length = fixed_length(max(needed), lengths=model.identity.lengths or _UNSAID, longest=longest)
     batch = {name: values.to(model.device) for name, values in encoder.batch(rows, length=length).items()}
-    return model.probabilities(model.batch_logits({**batch, ROW_LENGTHS: needed})).cpu()
+    return model.batch_logits({**batch, ROW_LENGTHS: needed}).cpu()

@@ -1,65 +1,53 @@
 """Read texts to classify from files and standard input."""
 
-import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_unified.data.sources.lines import json_rows
-from lightning_unified.models.commands import read_text
+from lightning_unified.models.classifier.data.reading.decoding import decoded
+from lightning_unified.models.classifier.data.reading.format import FileFormat
+from lightning_unified.models.classifier.data.reading.label_files import SUFFIXES, rows_in, text_of
 
 __all__ = ["Given", "read_texts"]
 
 Given = tuple[str, str]  # place of origin, text
 
 
-def read_texts(sources: Sequence[str], *, lines: bool = False, field: str = "text") -> list[Given]:
-    """Return the texts in `sources`, each with the place it came from.
+def read_texts(sources: Sequence[str], *, form: FileFormat, lines: bool = False) -> list[Given]:
+    """Return the texts in `sources`, each with the place it came from; a blank cell of a table is a blank text.
 
-    A `.csv`, `.tsv` or `.jsonl` file has a text in each row, under the name `field`. Any other file is one text, or one text for each
-    line with `lines`. `-` is standard input, one text for each line. Empty lines are left out.
+    Tables and JSON lines are read as in training, a text in each row. Any other file is one text, or one text for each line with
+    `lines`, without empty lines. A folder stands for the `.txt` files below it. `-` is standard input, one text for each line.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a file is not UTF-8 text, has no such field, or there is no text at all.
+        ValueError: If a file is not a text in its encoding, lacks the column, or there is no text at all.
     """
     found: list[Given] = []
     for source in sources:
         if source == "-":
             found += _lines(sys.stdin.read(), "-")
             continue
-        text, kind = read_text(Path(source)), Path(source).suffix.lower()
-        if kind in {".csv", ".tsv"}:
-            found += _table(text, source, field, "\t" if kind == ".tsv" else ",")
-        elif kind == ".jsonl":
-            found += _records(text, source, field)
-        else:
-            found += _lines(text, source) if lines else [(source, text)]
-    if not found:
-        raise ValueError(f"there is no text in {', '.join(sources)}.")
+        for file in _files(Path(source)):
+            if file.suffix.lower() in SUFFIXES:
+                rows = rows_in(file, form)
+                found += [(where, text_of(row[form.text], where=where, column=form.text)) for where, row in rows]
+                continue
+            text = decoded(file, encoding=form.encoding, key=form.settings.encoding)
+            found += _lines(text, str(file)) if lines else [(str(file), text)]
+    if not any(text.strip() for _, text in found):
+        raise ValueError(f"there is no text in {', '.join(sources)}; give a file with at least one.")
     return found
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from sorted(path.rglob("*.txt"))
+    elif path.is_file():
+        yield path
+    else:
+        raise FileNotFoundError(f"there is no file {path}; give a text file, or - for standard input.")
 
 
 def _lines(text: str, source: str) -> list[Given]:
     return [(f"{source}:{number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-
-
-def _table(text: str, source: str, field: str, delimiter: str) -> list[Given]:
-    rows = csv.DictReader(text.splitlines(keepends=True), delimiter=delimiter)
-    columns = rows.fieldnames
-    if not columns:
-        raise ValueError(f"{source} is empty; its first line must name the columns, {field!r} among them.")
-    if field not in columns:
-        raise ValueError(f"{source} has no column {field!r}, but {', '.join(columns)}; name one with --field.")
-    return [(f"{source}:{number}", row[field] or "") for number, row in enumerate(rows, 1)]
-
-
-def _records(text: str, source: str, field: str) -> list[Given]:
-    found = []
-    for place, record in json_rows(text, source=source):
-        if not isinstance(record.get(field), str):
-            raise ValueError(  # noqa: TRY004 - a wrong value in a file
-                f"{place} has no text under {field!r}; name the field with --field."
-            )
-        found.append((place, record[field]))
-    return found

@@ -130,6 +130,17 @@ class PassageData(ResumableData):
             batch[mask] = torch.ones(rows, length, dtype=torch.bool)
         return batch
 
+    @override
+    def describe_line(self) -> str:
+        prepared, parts = self._prepared, self._prepared.parts
+        dropped = parts.dropped_lines
+        return (
+            f"{len(parts.train):,} documents to train, {len(prepared.train):,} passages; {len(parts.validation):,} to validate, "
+            f"{len(prepared.validation):,} passages"
+            + (f", without {dropped:,} of {parts.validation_lines:,} lines that training has" if dropped else "")
+            + f"; vocabulary of {self.vocab_size:,} tokens"
+        )
+
     def describe(self) -> dict[str, Any]:
         """Return counts of documents, passages and left-out tokens, and bytes of UTF-8."""
         prepared, parts = self._prepared, self._prepared.parts

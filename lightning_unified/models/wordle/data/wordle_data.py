@@ -174,6 +174,14 @@ class WordleData(ResumableData):
         tokens = torch.zeros(rows, self.hparams["text_length"], dtype=torch.int64)
         return {"tokens": tokens, "labels": tokens.clone()}
 
+    @override
+    def describe_line(self) -> str:
+        prepared = self._prepared
+        return (
+            f"{len(prepared.words.guesses):,} words; {len(prepared.train):,} secrets to train, {len(prepared.held_out):,} held out; "
+            f"{len(prepared.states):,} prompts; {len(self.rows[1]):,} traces to validate; vocabulary of {self.vocab_size:,} tokens"
+        )
+
     def describe(self) -> dict[str, Any]:
         """Return counts of words, secrets, states and traces."""
         prepared = self._prepared

@@ -1,0 +1,1 @@
+"""Read labelled texts from a user's files: tables, JSON lines, folders."""

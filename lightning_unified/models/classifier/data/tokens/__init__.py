@@ -1,0 +1,1 @@
+"""Tokenizers of encoders: loaded, trained, and stored in checkpoints."""
