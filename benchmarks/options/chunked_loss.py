@@ -90,7 +90,9 @@ def main() -> None:
     record = origin("python -m benchmarks.options.chunked_loss")
     record |= {"accelerator": torch.cuda.get_device_name(), "precision": "bf16 autocast", "runs": runs}
     write(record, arguments.output)
-    print(markdown(runs))
+    named = {f"{run['classes']:,} classes: {run['way']}": run for run in runs}
+    columns = ("rows", "width", "milliseconds", "peak MiB")
+    print(markdown({name: {key: run[key] for key in columns} for name, run in named.items()}, first="loss"))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, Kernels, 
 __all__ = ["IGNORED", "chunk_rows_for", "linear_cross_entropy"]
 
 _CHUNK_BYTES = 16 * 2**20
-_FUSED_CHUNK_BYTES = 256 * 2**20  # of an H200's choices for 50,304 classes, the smallest at full speed: CHUNKS_RECORD
+_FUSED_CHUNK_BYTES = (
+    320 * 2**20
+)  # within a tenth of the fastest chunk on an H200: benchmarks/options/chunked_loss.json: CHUNKS_RECORD
 _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 
 
 def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None = None) -> int:
-    """Return the chunk size: the power of two of rows whose logits take at most 16 MiB in fp32, or 256 MiB with fused kernels.
+    """Return the chunk size: the power of two of rows whose logits take at most 16 MiB in fp32, or 320 MiB with fused kernels.
 
     torch's own choice depends on the shape of the batch and was up to several times slower on a CPU. A chunk has at least 16 rows,
     since smaller matrix products are inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be
@@ -99,7 +101,7 @@ def linear_cross_entropy(
     else:
         if fused:
             _refuse_unoffered(targets, weight.shape[0])
-        losses = _ChunkedLosses.apply(flat, weight, bias, targets, rows, dtype, kernels)
+        losses = _chunked_losses(flat, weight, bias, targets, rows, dtype, kernels)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
@@ -143,6 +145,11 @@ def _torch_losses(
     )
 
 
+@torch.compiler.disable(reason="a compiled backward pass of the chunks was wrong in torch 2.11")
+def _chunked_losses(*operands: Any) -> Tensor:
+    return _ChunkedLosses.apply(*operands)
+
+
 class _ChunkedLosses(torch.autograd.Function):
     """A loss for each row; products in `dtype`, the softmax and all sums in at least fp32."""
 
@@ -160,6 +167,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 values, again = kernels.losses(logits, y)
                 part.copy_(values)
                 kept += [] if again is None else [again]
+                del logits  # or it would live beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, labels, *kept)
         ctx.rows, ctx.dtype, ctx.kernels = rows, dtype, kernels
         return losses
@@ -188,6 +196,7 @@ class _ChunkedLosses(torch.autograd.Function):
                     kernels.add_product(grad_weight, gradient, x)
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=wide)
+                del logits, gradient  # or they would live beside the next chunk's
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -139,9 +139,9 @@ def test_a_large_batch_has_no_more_than_64_chunks():
     assert chunk_rows_for(32_000, rows=2**20) == 2**14
 
 
-def test_a_fused_chunk_has_at_most_256_mib_of_logits():
+def test_a_fused_chunk_has_at_most_320_mib_of_logits():
     assert chunk_rows_for(50_304, logit_bytes=2) == 2048
-    assert chunk_rows_for(151_936, logit_bytes=2) == 512
+    assert chunk_rows_for(151_936, logit_bytes=2) == 1024
     assert chunk_rows_for(50_304, logit_bytes=4) == 1024
 
 

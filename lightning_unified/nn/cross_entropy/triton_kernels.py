@@ -21,10 +21,10 @@ _WARPS = 8
 
 
 @triton.jit
-def _losses(logits, labels, losses, log_sums, columns, stride, BLOCK: tl.constexpr):
+def _losses(logits, labels, losses, log_sums, columns, row_stride, label_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row)
-    start = logits + row * stride
+    label = tl.load(labels + row * label_stride)
+    start = logits + row * row_stride
     greatest = -float("inf")
     total = 0.0
     for first in range(0, columns, BLOCK):
@@ -42,12 +42,12 @@ def _losses(logits, labels, losses, log_sums, columns, stride, BLOCK: tl.constex
 
 
 @triton.jit
-def _gradient(logits, labels, log_sums, outer, columns, stride, BLOCK: tl.constexpr):
+def _gradient(logits, labels, log_sums, outer, columns, row_stride, label_stride, outer_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row)
+    label = tl.load(labels + row * label_stride)
     log_sum = tl.load(log_sums + row)
-    factor = tl.load(outer + row).to(tl.float32)
-    start = logits + row * stride
+    factor = tl.load(outer + row * outer_stride).to(tl.float32)
+    start = logits + row * row_stride
     for first in range(0, columns, BLOCK):
         places = first + tl.arange(0, BLOCK)
         inside = places < columns
@@ -58,14 +58,18 @@ def _gradient(logits, labels, log_sums, outer, columns, stride, BLOCK: tl.conste
 
 
 def losses_of_rows(logits: Tensor, labels: Tensor, losses: Tensor, log_sums: Tensor) -> None:
-    """Write each row's loss and log-sum-exp; (N, V), (N), (N), (N), the last two in float32."""
-    _losses[(len(logits),)](
-        logits, labels, losses, log_sums, logits.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=_WARPS
-    )
+    """Write each row's loss and log-sum-exp; (N, V), (N), (N), (N), the last two contiguous and in float32.
+
+    Entries of a row of logits lie side by side.
+    """
+    shape = (logits.shape[1], logits.stride(0), labels.stride(0))
+    _losses[(len(logits),)](logits, labels, losses, log_sums, *shape, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 def gradient_of_rows(logits: Tensor, labels: Tensor, log_sums: Tensor, outer: Tensor) -> None:
-    """Overwrite logits (N, V) by the gradient of the losses' sum, each weighted by `outer` (N)."""
-    _gradient[(len(logits),)](
-        logits, labels, log_sums, outer, logits.shape[1], logits.stride(0), BLOCK=_BLOCK, num_warps=_WARPS
-    )
+    """Overwrite logits (N, V) by the gradient of the losses' sum, each weighted by `outer` (N).
+
+    `outer` may have any stride: the gradient of a sum is one number, expanded.
+    """
+    shape = (logits.shape[1], logits.stride(0), labels.stride(0), outer.stride(0))
+    _gradient[(len(logits),)](logits, labels, log_sums, outer, *shape, BLOCK=_BLOCK, num_warps=_WARPS)
