@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import commands
 import configuration
 from docutils import nodes
+from ipython_pygments_lexers import IPython3Lexer
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -47,6 +48,15 @@ class Configuration(_Generated):
         return configuration.described(group)
 
 
+class Notebooks(_Generated):
+    """The notebooks of the page's folder, as a table of contents."""
+
+    def markdown(self) -> str:
+        self.env.note_reread()  # a notebook may be added
+        names = sorted(path.stem for path in Path(self.env.doc2path(self.env.docname)).parent.glob("*.ipynb"))
+        return "\n".join(["```{toctree}", ":maxdepth: 1", "", *names, "```"]) if names else ""
+
+
 class Records(_Generated):
     """The records of the page's folder, one section each."""
 
@@ -75,9 +85,11 @@ def with_links(_app: Sphinx, _what: str, _name: str, _of: object, _options: obje
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
+    app.add_lexer("python", IPython3Lexer)  # Python, and the %%bash cells of notebooks
     app.add_directive("commands", Commands)
     app.connect("autodoc-process-docstring", with_plain_returns, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", with_links, priority=400)
     app.add_directive("configuration", Configuration)
+    app.add_directive("notebooks", Notebooks)
     app.add_directive("records", Records)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
