@@ -30,6 +30,7 @@ class StepInputs:
         micro_batch_size: The largest micro-batch size that the user or memory pressure allows; None for the whole batch.
         module: The module's class name, for messages.
         may_try: Whether a plan that almost fits may be tried.
+        obstacle: Why the batch cannot be split; empty if it can.
         choice: The result of a search over `combinations`; None if `needs_search` is false.
     """
 
@@ -41,6 +42,7 @@ class StepInputs:
     micro_batch_size: int | None
     module: str
     may_try: bool = True
+    obstacle: str = ""
     choice: Choice | None = None
 
 
@@ -142,8 +144,9 @@ def _smallest(choice: Choice, inputs: StepInputs) -> Candidate:
     least = min(choice.alternatives, key=lambda one: one.reserved_bytes)
     if not inputs.may_try or least.peak_bytes > _SURE * inputs.budget_bytes:
         table = "\n".join(f"  {format_bytes(count)}: {plan}" for plan, count in what_would_fit(choice))
+        whole = f"\nThe batch runs whole, because {inputs.obstacle}" if inputs.obstacle else ""
         raise BudgetError(
             f"no plan fits: {format_bytes(inputs.budget_bytes)} of the budget are left for the step of {inputs.module}, and the smallest "
-            f"plan needs {format_bytes(least.reserved_bytes)}. What would fit:\n{table}"
+            f"plan needs {format_bytes(least.reserved_bytes)}. What would fit:\n{table}{whole}"
         )
     return least

@@ -135,6 +135,7 @@ class StepPlanning:
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, plan.reason)
         if shape is not None and plan.refused is not None:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
+            self._policy.sizing.is_planned = True
 
     def leaves_rows_unused(self, shape: BatchShape) -> bool:
         """Return whether shorter rows may fit in larger micro-batches than the plan sets."""
@@ -192,6 +193,7 @@ class StepPlanning:
             micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,
             may_try=not self._budget.kept_bytes,
+            obstacle="" if shape is None else self._policy.splits.obstacle(shape.rows),
         )
         return replace(inputs, choice=self._searched(planner, inputs)) if needs_search(inputs) else inputs
 
