@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from lightning_unified.cost_model import Plan
     from lightning_unified.cost_model.prediction import Prediction
+    from lightning_unified.cost_model.rates import tabled_rates
     from lightning_unified.hardware import Reading, read
     from lightning_unified.micro_batches import MergeRules, MicroBatchRules, RowRules
     from lightning_unified.planner.predict import plan, predict
@@ -47,6 +48,7 @@ __all__ = [
     "plan",
     "predict",
     "read",
+    "tabled_rates",
 ]
 
 _HOMES = {
@@ -69,6 +71,7 @@ _HOMES = {
     "plan": "planner.predict",
     "predict": "planner.predict",
     "read": "hardware",
+    "tabled_rates": "cost_model.rates",
 }
 
 _registration.register()

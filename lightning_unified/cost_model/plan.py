@@ -5,14 +5,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.printed import Printed
 from lightning_unified.cost_model.search import Candidate
 
 __all__ = ["Plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Memory decisions of one run. Every planner writes them into this record.
+class Plan(Printed):
+    """Memory decisions of one run. Every planner writes them into this record; `print` shows them as tables.
 
     Attributes:
         micro_batch_size: Rows that run forward and backward at once; None runs each batch whole.

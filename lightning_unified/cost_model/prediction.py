@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_unified.cost_model.memory.peak import describe_instant, instants, peak
 from lightning_unified.cost_model.memory.reserve import allocator_peak
+from lightning_unified.cost_model.printed import Printed
 from lightning_unified.cost_model.trace.trace import Category, Confidence, Trace
 
 __all__ = ["ROUNDING", "Prediction", "summarise"]
@@ -15,8 +16,8 @@ ROUNDING = {"cuda": 512, "rocm": 512, "mps": 256, "cpu": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Predicted peak of one step, with the categories and the instant it consists of.
+class Prediction(Printed):
+    """Predicted peak of one step, its categories and its instant; `print` shows them as tables.
 
     Attributes:
         peak_bytes: Peak of live tensor bytes, library workspaces included; comparable with `max_memory_allocated`.

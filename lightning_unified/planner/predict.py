@@ -9,7 +9,7 @@ import torch
 
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.rates import Rates, tabled_rates
+from lightning_unified.cost_model.rates import Rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import ConfigurationError, DryRunError
@@ -106,8 +106,9 @@ def plan(
         precision: Lightning's name.
         recompute: Whether all blocks recompute their activations; `"auto"` leaves it open.
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
-        rates: The speeds of another machine. None means this machine: its speeds are measured once and kept in the user's cache, and
-            measurements of earlier steps correct the predictions, as in a fit.
+        rates: The speeds of another machine, such as `tabled_rates("m2-16gb")`. None measures a device of this machine once and keeps
+            its speeds in the user's cache; measurements of earlier steps correct the predictions, as in a fit. For a device that
+            is not here, None takes the published speeds of a typical one, which order plans but predict no times.
         trainer: As in `predict`.
         validation_batch: A whole batch as `validation_step` gets it; the plan then includes its micro-batches.
 
@@ -123,16 +124,15 @@ def plan(
     step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
     count = budget if isinstance(budget, int) else _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
+    known, speeds = _speeds(device, rates=rates, calibration=calibration)
     traces = StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
     planner = Planner(traces, calibration=calibration)
     combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
-    known = rates if calibration is None else calibration.rates
-    assert known is not None
     choice = planner.choose(combinations, budget_bytes=count, rates=known)
     found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
     alignment = None if calibration is None else calibration.alignment
     aligned = _UNALIGNED if alignment is None else alignment.describe()
-    found = replace(found, reasons={**found.reasons, "alignment": aligned})
+    found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
     if validation_batch is None or found.prediction is None:
         return found
     return _with_validation(found, _validation(step, validation_batch, loss_chunk=found.loss_chunk))
@@ -151,12 +151,11 @@ def plan_many(
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
 
-    `machines` maps a name to the backend, the budget in bytes and the speeds; None takes the speeds from the table. The other
-    arguments are those of `plan`.
+    `machines` maps a name to the backend, the budget in bytes and the speeds. None takes the published speeds of the machine, or of
+    a typical one of its backend. The other arguments are those of `plan`.
 
     Raises:
         DryRunError: If the step cannot be traced.
-        ConfigurationError: If no speeds are given for a machine, and the table has none.
     """
     combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     planners: dict[str, Planner] = {}
@@ -166,9 +165,7 @@ def plan_many(
             step = StepSpec(module=module, batch=batch, backend=_backend(backend), precision=precision, trainer=trainer)
             planners[backend] = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size)))
         planner = planners[backend]
-        known = rates or tabled_rates(name)
-        if known is None:
-            raise ConfigurationError(f"nothing is tabled about the speed of {name!r}; give its rates.")
+        known = rates or tabled_rates(name) or typical_rates(backend)
         choice = planner.choose(combinations, budget_bytes=count, rates=known)
         found = _plan(planner, choice, precision=precision, budget_bytes=count)
         plans[name] = _with_generation(found, module, batch)
@@ -259,20 +256,35 @@ def _real(device: str | torch.device) -> torch.device:
     return torch.device(str(device).replace("rocm", "cuda"))
 
 
-def _calibration(device: str | torch.device) -> Calibration:
-    """Return the kept measurements of a device.
+def _is_here(device: str | torch.device) -> bool:
+    real = _real(device).type
+    if real == "cuda" and (torch.version.hip is None) == (_backend(device) == "rocm"):
+        return False
+    return {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(real, lambda: True)()
+
+
+def _speeds(device: str | torch.device, *, rates: Rates | None, calibration: Calibration | None) -> tuple[Rates, str]:
+    """Return the speeds to plan with, and their source in words."""
+    if rates is not None:
+        return rates, f"of {rates.name}, as given"
+    if calibration is not None:
+        assert calibration.rates is not None
+        return calibration.rates, f"of {calibration.rates.name}, measured"
+    typical = typical_rates(_backend(device))
+    return (
+        typical,
+        f"of {typical.name}, published; {device} is not here to be measured, and rates=tabled_rates(…) names another",
+    )
+
+
+def _calibration(device: str | torch.device) -> Calibration | None:
+    """Return the kept measurements of a device; None if this machine has no such device.
 
     Its speeds and the gain of aligned sizes are measured now if they never were.
-
-    Raises:
-        ConfigurationError: If this machine has no such device.
     """
+    if not _is_here(device):
+        return None
     real = _real(device)
-    here = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(real.type, lambda: True)()
-    if not here:
-        raise ConfigurationError(
-            f"{device} is not here, so its speed cannot be measured; give rates, such as tabled_rates('m2-16gb')."
-        )
     known = Calibration.of(read(real))
     known.speeds(real)
     return known

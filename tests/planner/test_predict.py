@@ -11,6 +11,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.predict import plan_many
+from lightning_unified.units import format_bytes
 
 MIB = 2**20
 RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1e-4)
@@ -130,9 +131,29 @@ def test_machines_of_one_backend_are_planned_alike_under_one_budget(module, tigh
     assert plans["one"].prediction.peak_bytes == plans["other"].prediction.peak_bytes == tight.prediction.peak_bytes
 
 
-def test_a_device_that_is_not_here_needs_rates(module):
-    with pytest.raises(ConfigurationError, match="mps is not here, so its speed cannot be measured"):
-        lightning_unified.plan(module, BATCH, budget="1GiB", device="mps")
+def test_a_device_that_is_not_here_has_the_published_speeds_of_a_typical_one(module, monkeypatch):
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    found = lightning_unified.plan(module, BATCH, budget="1GiB", device="mps")
+    same = lightning_unified.plan(
+        module, BATCH, budget="1GiB", device="mps", rates=lightning_unified.tabled_rates("Apple M2")
+    )
+
+    assert found.prediction.seconds == same.prediction.seconds > 0
+    assert "Apple M2" in found.reasons["speeds"]
+    assert "mps is not here to be measured" in found.reasons["speeds"]
+
+
+def test_plans_and_predictions_print_as_tables(module, tight, whole, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    texts = {"Prediction": str(whole), "Plan": str(tight)}
+
+    for title, text in texts.items():
+        assert text.splitlines()[0] == title
+        assert "Peak by category" in text
+        assert "\x1b" not in text
+    assert format_bytes(whole.peak_bytes) in texts["Prediction"]
+    assert f"of {format_bytes(tight.budget_bytes)}" in texts["Plan"]
+    assert "Alternatives" in texts["Plan"]
 
 
 def test_settings_begin_with_the_users_own_and_the_one_that_needs_least():

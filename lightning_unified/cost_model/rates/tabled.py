@@ -147,13 +147,15 @@ def typical_rates(backend: str) -> Rates:
         fields = ("flops", "bandwidth", "launch", "kernel", "part")
         judged: dict[str, str] = dict.fromkeys(fields, "judgement: a few cores of a server")
         flops = {"float32": 2e11, "bfloat16": 2e11}
-        return Rates(name="a CPU", flops=flops, bandwidth=3e10, launch=8e-6, kernel=0.0, part=PART, sources=judged)
+        return Rates(
+            name="a typical CPU", flops=flops, bandwidth=3e10, launch=8e-6, kernel=0.0, part=PART, sources=judged
+        )
     if backend not in _TYPICAL:
         raise ValueError(f"backend={backend!r} has no rates; there are {', '.join(['cpu', *_TYPICAL])}.")
     rates = tabled_rates(_TYPICAL[backend])
     assert rates is not None
     judged = {name: f"judgement: as of {rates.name}, {source}" for name, source in rates.sources.items()}
-    return replace(rates, name=f"a {backend} device like {rates.name}", sources=judged)
+    return replace(rates, name=f"a typical {backend} device ({rates.name})", sources=judged)
 
 
 def _plain(name: str) -> str:

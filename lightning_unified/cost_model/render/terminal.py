@@ -1,16 +1,22 @@
 """A plan on a terminal, with bars of block characters."""
 
+import io
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.render.page import sheet_of
 from lightning_unified.cost_model.render.sheet import Bars, Fact, Sheet, Table
 
-__all__ = ["to_terminal"]
+__all__ = ["to_terminal", "to_text"]
 
+_COLUMNS = 120  # of a text that no terminal shows
 _WIDTH = 32  # cells of the widest bar
 _FULL, _EIGHTHS, _MARK = "█", " ▏▎▍▌▋▊▉", "┊"
 
@@ -18,6 +24,15 @@ _FULL, _EIGHTHS, _MARK = "█", " ▏▎▍▌▋▊▉", "┊"
 def to_terminal(sheet: Sheet) -> RenderableType:
     """Return a page for a terminal of 100 columns or more; narrower ones fold texts."""
     return Group(*_parts(sheet))
+
+
+def to_text(planned: Plan | Prediction) -> str:
+    """Return the page as plain text, as wide as the terminal."""
+    width = shutil.get_terminal_size((_COLUMNS, 0)).columns
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    with console.capture() as page:
+        console.print(to_terminal(sheet_of(planned, title=type(planned).__name__)))
+    return "\n".join(line.rstrip() for line in page.get().splitlines())
 
 
 def _parts(sheet: Sheet) -> Iterator[RenderableType]:
