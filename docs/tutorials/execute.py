@@ -5,6 +5,7 @@ Usage: `python docs/tutorials/execute.py [NAME ...]` executes the named notebook
 """
 
 import argparse
+import hashlib
 import os
 import re
 import sys
@@ -81,15 +82,22 @@ def _environment(work: Path) -> Iterator[None]:
 
 
 def _plain(notebook: NotebookNode) -> NotebookNode:
-    """Drop what changes with each machine: the kernel's version, and metadata of cells and outputs."""
+    """Drop what changes with each machine, such as the kernel's version, and add the digest of the code."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
+        "executed": _digest(notebook),
     }
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02d}"
         cell.metadata = {key: value for key, value in cell.metadata.items() if key in KEPT}
     return notebook
+
+
+def _digest(notebook: NotebookNode) -> str:
+    """Return a digest of all code, to tell whether the outputs are those of the cells."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256("\0".join(code).encode()).hexdigest()[:16]
 
 
 def faults(path: Path) -> list[str]:
@@ -102,6 +110,8 @@ def faults(path: Path) -> list[str]:
         found.append(f"{path.stat().st_size} bytes, of at most {LARGEST}")
     if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
         found.append("the cells were not executed once each in their order")
+    if notebook.metadata.get("executed") != _digest(notebook):
+        found.append("a cell has changed since the notebook was executed")
     for cell in cells:
         found += [f"cell {cell.execution_count} ends in {output.ename}" for output in cell.outputs if _failed(output)]
         found += [f"cell {cell.execution_count} shows a path of a machine: {name}" for name in _paths(cell.outputs)]
