@@ -107,7 +107,7 @@ def decide(inputs: StepInputs) -> StepPlan:
             micro_batch_size=own.rows,
             parts=own.parts,
             refused=_refused(inputs, own.rows, own.parts),
-            reason=f"fits: {format_bytes(own.reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
+            reason=f"fits: {format_bytes(own.within(inputs.budget_bytes).reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
         )
     best = choice.best or _smallest(choice, inputs)
     return StepPlan(

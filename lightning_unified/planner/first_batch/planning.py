@@ -54,7 +54,9 @@ class Decision:
     def prediction(self) -> Prediction:
         """The prediction for the step as planned."""
         candidate = self.plan.candidate
-        return self.inputs.own if candidate is None else self.planner.prediction_of(candidate)
+        if candidate is None:
+            return self.inputs.own.within(self.inputs.budget_bytes)
+        return self.planner.prediction_of(candidate)
 
 
 class StepPlanning:
