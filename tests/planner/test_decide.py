@@ -11,6 +11,7 @@ from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import StepInputs, StepPlan, decide, needs_search, trusted
+from lightning_unified.units import format_bytes
 
 MIB = 1 << 20
 PLAIN = Combination(precision="32-true", recompute=RecomputePolicy(blocks=0))
@@ -141,6 +142,17 @@ def test_a_budget_that_no_plan_fits_is_refused_with_what_would_fit(given):
         BudgetError, match=r"(?s)MiB of the budget are left for the step of Net.*5\.00 MiB: 8 micro-batches of 1 row"
     ):
         decide(given)
+
+
+def test_a_budget_that_the_process_alone_exceeds_is_never_shown_as_negative():
+    given = replace(inputs(fits=False, budget=-4, choice=found(None, TIGHT)), beside_bytes=24 * MIB)
+    with pytest.raises(BudgetError) as refused:
+        decide(given)
+
+    text = str(refused.value).splitlines()[0]
+    assert "of the 20.00 MiB that this process may use, it holds 24.00 MiB" in text
+    assert "nothing is left" in text
+    assert f"the least budget is {format_bytes(24 * MIB + TIGHT.reserved_bytes)}" in text
 
 
 def test_a_prediction_of_low_confidence_is_not_acted_on():

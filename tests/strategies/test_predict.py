@@ -213,7 +213,7 @@ def test_what_fits_in_no_way_is_refused_with_what_would_fit():
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB")
     with pytest.raises(
         BudgetError,
-        match=r"(?s)no plan fits: 6\.00 MiB .*What would fit:\n  .*the whole batch of 32 rows at once.*"
+        match=r"(?s)no plan fits: .*6\.00 MiB .*What would fit:\n  .*the whole batch of 32 rows at once.*"
         r"\nThe batch runs whole, because the rules of Whole say splittable=False",
     ) as refused:
         fit(strategy, kind=Whole)

@@ -1,5 +1,6 @@
 """`Trainer(strategy="unified")` as a user meets it: any module, one line, a budget."""
 
+import re
 import subprocess
 import sys
 
@@ -155,6 +156,23 @@ def test_a_budget_that_cannot_hold_the_weights_is_refused_before_training():
     with pytest.raises(BudgetError, match=r"cannot hold Large: weights 64\.00 MiB .* before any activation"):
         L.Trainer(strategy=UnifiedStrategy(budget="100MiB"), max_steps=1, **QUIET).fit(large())
     L.Trainer(strategy=UnifiedStrategy(budget="2GiB"), max_steps=1, **QUIET).fit(BoringModel())
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}, {"predict": False}], ids=str)
+def test_a_cpu_budget_below_the_process_is_refused_with_one_that_works(options):
+    with pytest.raises(BudgetError, match=r"counts the whole process, and this process holds \d") as refused:
+        L.Trainer(strategy=UnifiedStrategy(budget="50MiB", **options), max_steps=1, **QUIET).fit(BoringModel())
+    assert len(str(refused.value).splitlines()) == 1
+    assert not re.search(r"-\d", str(refused.value))
+
+    strategy = UnifiedStrategy(budget=re.search(r"Give (\d+MiB)", str(refused.value))[1], **options)
+    L.Trainer(strategy=strategy, max_steps=1, **QUIET).fit(BoringModel())
+    assert not [event for event in strategy.events if "above the budget" in event]
+
+
+def test_an_automatic_budget_and_an_evaluation_are_not_refused_for_a_large_process():
+    L.Trainer(strategy=UnifiedStrategy(budget="auto"), max_steps=1, **QUIET).fit(BoringModel())
+    L.Trainer(strategy=UnifiedStrategy(budget="50MiB"), **QUIET).validate(BoringModel())
 
 
 def large() -> L.LightningModule:

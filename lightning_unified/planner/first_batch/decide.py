@@ -26,6 +26,7 @@ class StepInputs:
         own: The prediction for the user's own combination at the size that was asked for.
         own_fits: Whether that step fits within `budget_bytes`.
         budget_bytes: Bytes of the budget that are left for the step.
+        beside_bytes: Bytes of the budget that this process holds beside the step.
         rows: Rows of the whole batch; None for a batch without a row dimension.
         micro_batch_size: The largest micro-batch size that the user or memory pressure allows; None for the whole batch.
         module: The module's class name, for messages.
@@ -41,6 +42,7 @@ class StepInputs:
     rows: int | None
     micro_batch_size: int | None
     module: str
+    beside_bytes: int = 0
     may_try: bool = True
     obstacle: str = ""
     choice: Choice | None = None
@@ -107,7 +109,7 @@ def decide(inputs: StepInputs) -> StepPlan:
             micro_batch_size=own.rows,
             parts=own.parts,
             refused=_refused(inputs, own.rows, own.parts),
-            reason=f"fits: {format_bytes(own.reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
+            reason=f"fits: {format_bytes(own.within(inputs.budget_bytes).reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
         )
     best = choice.best or _smallest(choice, inputs)
     return StepPlan(
@@ -143,10 +145,22 @@ def _smallest(choice: Choice, inputs: StepInputs) -> Candidate:
     """
     least = min(choice.alternatives, key=lambda one: one.reserved_bytes)
     if not inputs.may_try or least.peak_bytes > _SURE * inputs.budget_bytes:
-        table = "\n".join(f"  {format_bytes(count)}: {plan}" for plan, count in what_would_fit(choice))
-        whole = f"\nThe batch runs whole, because {inputs.obstacle}" if inputs.obstacle else ""
-        raise BudgetError(
-            f"no plan fits: {format_bytes(inputs.budget_bytes)} of the budget are left for the step of {inputs.module}, and the smallest "
-            f"plan needs {format_bytes(least.reserved_bytes)}. What would fit:\n{table}{whole}"
-        )
+        raise BudgetError(_refusal(inputs, choice, needs=least.reserved_bytes))
     return least
+
+
+def _refusal(inputs: StepInputs, choice: Choice, *, needs: int) -> str:
+    left, beside = inputs.budget_bytes, inputs.beside_bytes
+    given = f"{format_bytes(left)} of the budget are left for the step of {inputs.module}"
+    if beside:
+        rest = f"{format_bytes(left)} are left" if left > 0 else "nothing is left"
+        given = (
+            f"of the {format_bytes(left + beside)} that this process may use, it holds {format_bytes(beside)} beside the step of "
+            f"{inputs.module}, and {rest}"
+        )
+    table = "\n".join(f"  {format_bytes(count)}: {plan}" for plan, count in what_would_fit(choice))
+    whole = f"\nThe batch runs whole, because {inputs.obstacle}" if inputs.obstacle else ""
+    return (
+        f"no plan fits: {given}. The smallest plan needs {format_bytes(needs)}, so the least budget is {format_bytes(beside + needs)}. "
+        f"What would fit:\n{table}{whole}"
+    )

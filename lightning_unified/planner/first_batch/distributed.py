@@ -145,7 +145,15 @@ class DistributedPlanning(StepPlanning):
             plan = replace(mine.plan, combination=chosen)
         else:
             budget = self._budget.left
-            plan = decide(replace(mine.inputs, combinations=(chosen,), choice=choice, budget_bytes=budget))
+            plan = decide(
+                replace(
+                    mine.inputs,
+                    combinations=(chosen,),
+                    choice=choice,
+                    budget_bytes=budget,
+                    beside_bytes=self._budget.beside,
+                )
+            )
         self.apply(replace(mine, plan=plan), shape)
 
     def _predict_joined(self, shape: BatchShape | None) -> None:

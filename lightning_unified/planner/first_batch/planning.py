@@ -54,7 +54,9 @@ class Decision:
     def prediction(self) -> Prediction:
         """The prediction for the step as planned."""
         candidate = self.plan.candidate
-        return self.inputs.own if candidate is None else self.planner.prediction_of(candidate)
+        if candidate is None:
+            return self.inputs.own.within(self.inputs.budget_bytes)
+        return self.planner.prediction_of(candidate)
 
 
 class StepPlanning:
@@ -189,6 +191,7 @@ class StepPlanning:
             own=own,
             own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
             budget_bytes=budget,
+            beside_bytes=self._budget.beside,
             rows=None if shape is None else shape.rows,
             micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,

@@ -43,7 +43,12 @@ class StepBudget:
         watch = self._policy.watch
         room = watch.room()
         whole = watch.bytes if room is None else min(watch.bytes, room)
-        return whole - self.foreign_bytes - watch.driver_bytes - self.kept_bytes
+        return whole - self.beside
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the budget that the process, the driver and the module hold beside the step."""
+        return self.foreign_bytes + self._policy.watch.driver_bytes + self.kept_bytes
 
     def note_foreign(self, batch: Any) -> None:
         """Read how many bytes of the pool are held now that no dry run counts."""

@@ -15,7 +15,7 @@ from lightning_unified.step.policy.batch_rules import BatchRules
 from lightning_unified.step.policy.notices import Notices
 from lightning_unified.step.policy.sizing import MicroBatchSizing
 from lightning_unified.step.policy.split_approval import SplitApproval
-from lightning_unified.step.recovery.budget_watch import BudgetWatch, refuse_small_budget
+from lightning_unified.step.recovery.budget_watch import BudgetWatch, refuse_budget_below_process, refuse_small_budget
 from lightning_unified.step.recovery.cache_care import CacheCare
 from lightning_unified.step.recovery.kept import KeptMemory
 from lightning_unified.step.recovery.oom import caught, requested_bytes
@@ -97,6 +97,8 @@ class MemoryPolicy:
         """Raise `BudgetError` if the budget cannot hold `module`, gradients and optimizer state."""
         self._module, self._optimizers = module, list(optimizers)
         refuse_small_budget(self.watch, module, self._optimizers)
+        if self._optimizers:  # a fit: an evaluation of a large process is not refused
+            refuse_budget_below_process(self.watch, module, self._optimizers)
 
     def begin(self, module: L.LightningModule, optimizers: list[Optimizer], *, precision: str) -> None:
         """Begin a fit or an evaluation; findings about another module are dropped."""

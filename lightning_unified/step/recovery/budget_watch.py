@@ -1,7 +1,8 @@
 """The budget of a run: resolve it, cap the allocator, compare it with the memory in use."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_unified.hardware import (
     Sources,
     cap_allocator,
     divide_budget,
+    parse_spec,
     prepare_allocators,
     read,
     read_peak,
@@ -28,9 +30,9 @@ from lightning_unified.hardware import (
 from lightning_unified.hardware.host.memory import mmap_threshold, resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.step.recovery.oom import release_cached_memory
-from lightning_unified.units import format_bytes
+from lightning_unified.units import MIB, format_bytes
 
-__all__ = ["BudgetWatch", "refuse_small_budget"]
+__all__ = ["BudgetWatch", "refuse_budget_below_process", "refuse_small_budget"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -38,6 +40,7 @@ _NEW_PEAK = 1.1  # a peak is reported again when it is a tenth higher than the l
 _WATCH_EVERY = 8  # a CPU's peak is read after each of the first 8 batches, then after every 8th
 # Judgement: a process may exceed its budget by a hundredth, for memory beside tensors, before a batch shrinks.
 _NO_TENSORS = 1.01
+_GROWTH = 1.05  # judgement: code that a first step loads, as a share of the process before it
 _NEW_CAP = 0.05  # the allocator gets a new cap when it is a twentieth higher or lower
 
 
@@ -289,8 +292,8 @@ def refuse_small_budget(
     given = f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) cannot hold {type(module).__name__}"
     if sum(need.values()) > budget.bytes:
         raise BudgetError(
-            f"{given}: {describe_bytes(need)}, "
-            f"before any activation. Give a budget well above {format_bytes(sum(need.values()))}, or train a smaller model."
+            f"{given}: {describe_bytes(need)}, before any activation. Give a budget well above "
+            f"{format_bytes(max(sum(need.values()), _least_on_cpu(watch, need)))}, or train a smaller model."
         )
     heaps = metal_heap_bytes(module) if watch.device.type == "mps" else 0
     if heaps > budget.bytes:
@@ -298,3 +301,34 @@ def refuse_small_budget(
             f"{given}: Metal keeps its weights of {format_bytes(need['weights'])} in heaps of {format_bytes(heaps)} together, one of 1 GiB "
             f"for tensors of 10 MiB and more. Give a budget well above {format_bytes(heaps)}, or train a smaller model."
         )
+
+
+def refuse_budget_below_process(
+    watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise `BudgetError` if a CPU's process already holds more than a stated budget, so that no step can keep it.
+
+    Budgets that follow the machine (`auto`, `leave`) are not refused.
+    """
+    budget, held = watch.budget, watch.reading().allocated
+    if budget is None or not watch.counts_process or parse_spec(budget.spec).kind in ("auto", "leave"):
+        return
+    if held.bytes is None or held.bytes <= budget.bytes:
+        return
+    least = _least_on_cpu(watch, static_bytes(module, optimizers))
+    raise BudgetError(
+        f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) is too small: on a CPU it counts the whole process, and this process holds "
+        f"{format_bytes(held.bytes)} before its first step ({held.source}: Python, libraries, data and weights). Give {_up_to_16_mib(least)} or "
+        f"more, for {type(module).__name__} without its activations, or budget=auto."
+    )
+
+
+def _least_on_cpu(watch: BudgetWatch, need: Mapping[str, int]) -> int:
+    """Return the bytes that a CPU's process holds with gradients and optimizer state; 0 where the budget counts tensors only."""
+    if not watch.counts_process:
+        return 0
+    return math.ceil(_GROWTH * (watch.reading().allocated.bytes or 0)) + need["gradients"] + need["optimizer state"]
+
+
+def _up_to_16_mib(count: int) -> str:
+    return f"{math.ceil(count / (16 * MIB)) * 16}MiB"
