@@ -72,7 +72,7 @@ def _environment(work: Path) -> Iterator[None]:
         LIGHTNING_UNIFIED_STATE_DIR=str(work / ".state"),
         PYTHONWARNINGS="ignore::FutureWarning,ignore::DeprecationWarning,ignore:IProgress",
         NO_COLOR="1",
-        COLUMNS="110",
+        COLUMNS="88",
     )
     try:
         yield
@@ -85,7 +85,7 @@ def _plain(notebook: NotebookNode) -> NotebookNode:
     """Drop what changes with each machine, such as the kernel's version, and add the digest of the code."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
         "executed": _digest(notebook),
     }
     for number, cell in enumerate(notebook.cells):
