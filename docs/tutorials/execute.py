@@ -23,6 +23,7 @@ LARGEST = 300_000
 """Most bytes of a notebook's file."""
 CELL_SECONDS = 900
 PRIVATE = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|work|mnt|Users|private)/[^\s'\")]*|\b[A-Z]:\\\S+")
+_PLAIN = "import os; os.environ.pop('FORCE_COLOR', None); os.environ.pop('CLICOLOR_FORCE', None)"  # kernels set both
 KEPT = {"tags", "quick"}
 
 
@@ -55,7 +56,7 @@ def execute(path: Path, *, quick: bool) -> NotebookNode:
             coalesce_streams=True,
             resources={"metadata": {"path": work}},
         )
-        client.extra_arguments = ["--log-level=ERROR"]
+        client.extra_arguments = ["--log-level=ERROR", f"--IPKernelApp.exec_lines={_PLAIN}"]
         client.execute()
     for cell, source in zip(notebook.cells, sources, strict=True):
         cell.source = source
@@ -72,7 +73,7 @@ def _environment(work: Path) -> Iterator[None]:
         LIGHTNING_UNIFIED_STATE_DIR=str(work / ".state"),
         PYTHONWARNINGS="ignore::FutureWarning,ignore::DeprecationWarning,ignore:IProgress",
         NO_COLOR="1",
-        COLUMNS="88",
+        COLUMNS="100",
     )
     try:
         yield
