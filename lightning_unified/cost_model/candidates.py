@@ -125,7 +125,7 @@ def describe_split(micro_batch_size: int, parts: int) -> str:
 
 def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
     """Return each plan that did not fit with the bytes it needs, least first, for a refusal."""
-    return [(plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits]
+    return list(dict.fromkeys((plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits))
 
 
 def even_splits(

@@ -1,7 +1,7 @@
 """The predicted memory and time of a step, made from its trace."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_unified.cost_model.memory.peak import describe_instant, instants, peak
@@ -55,6 +55,13 @@ class Prediction(Printed):
     def step_bytes(self) -> int:
         """Peak of the whole step: the larger of generation and of the step itself."""
         return max(self.reserved_bytes, self.generation_bytes)
+
+    def within(self, limit: int) -> "Prediction":
+        """Return the prediction of a step that fits within `limit` bytes.
+
+        At its limit an allocator frees its caches, so that it reserves no more than that.
+        """
+        return replace(self, reserved_bytes=min(self.reserved_bytes, max(limit, self.peak_bytes)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for `plan.json`."""

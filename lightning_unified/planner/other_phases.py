@@ -92,6 +92,8 @@ def plan_validation(
     seconds = time.monotonic() - begun
     found = summarise(sizes.at(splits[at][0]), planning_seconds=seconds, mmap_threshold=counted.mmap_threshold)
     prediction = replace(found, parts=len(splits[at]))
+    if limit is not None and fits:
+        prediction = prediction.within(limit)
     return ValidationPlan(
         prediction=prediction,
         refused=None if at == 0 else splits[at - 1][0],
@@ -136,9 +138,7 @@ def _fewest_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 def _reason(prediction: Prediction, *, fits: bool, limit: int | None) -> str:
-    taken, rows = prediction.reserved_bytes, prediction.rows
-    size = format_bytes(taken if limit is None or not fits else min(taken, limit))
-    split = describe_split(rows, prediction.parts)
+    size, split = format_bytes(prediction.reserved_bytes), describe_split(prediction.rows, prediction.parts)
     if limit is None:
         return f"{split}: {size}"
     if fits:

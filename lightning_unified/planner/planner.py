@@ -116,9 +116,10 @@ class Planner:
         return self._combinations[_key(candidate)]
 
     def prediction_of(self, candidate: Candidate) -> Prediction:
-        """Return the prediction for a candidate that `choose` found."""
+        """Return the prediction for a candidate that `choose` found, within the bytes of the candidate."""
         trace = self._traces.of(self.combination_of(candidate)).at(candidate.micro_batch_size, parts=candidate.parts)
-        return replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
+        found = replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
+        return found.within(candidate.reserved_bytes) if candidate.fits else found
 
     def could_be_aligned(self, choice: Choice) -> bool:
         """Return whether another split has aligned sizes and the choice has not.

@@ -199,6 +199,15 @@ def test_a_plan_without_a_prediction_is_still_told():
     assert "the whole batch at once" in text and "Peak by category" not in text
 
 
+def test_in_a_notebook_a_prediction_is_text_and_displays_nothing_besides(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    displayed = []
+    monkeypatch.setattr("rich.jupyter.display", lambda *shown: displayed.append(shown))
+
+    assert "Peak by category" in str(prediction())
+    assert displayed == []
+
+
 def test_brackets_in_names_of_places_are_shown_as_they_are():
     assert "blocks[3]" in text_of(prediction(instant="backward of blocks[3]"))
 

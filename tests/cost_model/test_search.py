@@ -97,6 +97,19 @@ def test_of_equal_plans_the_one_that_changes_less_of_what_the_user_set_is_chosen
     assert find([changed, kept], 10**9).best.optimizer_kernel is None
 
 
+@pytest.mark.parametrize("sizes", [(50, 40), (40, 50)], ids=str)
+def test_of_equally_fast_plans_with_as_many_changes_the_one_of_least_bytes_is_chosen(sizes):
+    own = recomputing(0)
+    chunked = [
+        Option(traces=MadeTraces(per_row=size, works=((0, GFLOP, 0, 10**6),)), loss_chunk=size, changes=1)
+        for size in sizes
+    ]
+    choice = find([own, *chunked], 1000 + 60 * 16)
+
+    assert choice.best.seconds == choice.alternatives[0].seconds
+    assert (choice.best.loss_chunk, choice.alternatives[0].loss_chunk) == (40, 50)
+
+
 def test_a_faster_kernel_of_the_optimizer_is_chosen():
     own = Option(traces=MadeTraces(optimizer=(0, 10**9)))
     fused = Option(traces=MadeTraces(optimizer=(0, 10**8)), optimizer_kernel="fused", changes=1)

@@ -7,6 +7,7 @@ import torch
 import lightning_unified
 from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
+from lightning_unified.cost_model.render import does_fit
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import combinations_to_compare
@@ -141,6 +142,23 @@ def test_a_device_that_is_not_here_has_the_published_speeds_of_a_typical_one(mod
     assert found.prediction.seconds == same.prediction.seconds > 0
     assert "Apple M2" in found.reasons["speeds"]
     assert "mps is not here to be measured" in found.reasons["speeds"]
+
+
+def test_a_step_that_fits_after_the_allocator_freed_its_caches_shows_the_limit(module, whole, monkeypatch):
+    for name in ("planner", "other_phases"):
+        monkeypatch.setattr(f"lightning_unified.planner.{name}.fits_within", lambda *_args, **_kwargs: True)
+    larger = torch.zeros(128, 128, 64)
+    unhindered = lightning_unified.predict(module, BATCH, device="cuda", validation_batch=larger).validation
+    limit = max(whole.peak_bytes, unhindered.peak_bytes) + 1
+    assert limit < min(whole.reserved_bytes, unhindered.reserved_bytes)
+
+    plan = lightning_unified.plan(module, BATCH, budget=limit, device="cuda", rates=RATES, validation_batch=larger)
+    validation = plan.prediction.validation
+
+    assert plan.prediction.reserved_bytes == validation.reserved_bytes == limit
+    assert does_fit(plan)
+    assert f"{format_bytes(limit)} of {format_bytes(limit)}" in plan.reasons["micro_batch_size"]
+    assert f"{format_bytes(limit)} of {format_bytes(limit)}" in plan.reasons["validation"]
 
 
 def test_plans_and_predictions_print_as_tables(module, tight, whole, monkeypatch):

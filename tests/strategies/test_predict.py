@@ -130,6 +130,8 @@ def test_a_batch_that_does_not_fit_never_runs_out_of_memory(machine, undivided):
 
     assert strategy.recoveries == 0
     assert strategy.micro_batch_size < 32 or strategy.plan.recompute
+    if strategy.micro_batch_size < 32:
+        assert strategy.plan.reasons["micro_batch_size"].startswith("as planned")
     assert strategy.simulated.allocator.peak_reserved <= 16 * MIB
     assert torch.allclose(weights(module), undivided, atol=1e-6)
 
@@ -210,9 +212,14 @@ def test_what_fits_in_no_way_is_refused_with_what_would_fit():
 
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB")
     with pytest.raises(
-        BudgetError, match=r"(?s)no plan fits: .*6\.00 MiB .*What would fit:\n  .*the whole batch of 32 rows at once"
-    ):
+        BudgetError,
+        match=r"(?s)no plan fits: .*6\.00 MiB .*What would fit:\n  .*the whole batch of 32 rows at once.*"
+        r"\nThe batch runs whole, because the rules of Whole say splittable=False",
+    ) as refused:
         fit(strategy, kind=Whole)
+
+    lines = str(refused.value).splitlines()
+    assert len(lines) == len(set(lines))
 
 
 def test_without_a_reliable_dry_run_rows_are_probed_on_the_device_and_it_is_said(undivided, caplog):

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,5 +152,8 @@ def page_console() -> Console:
 
 
 def waiting(doing: str) -> AbstractContextManager[Any]:
-    """Return a context that shows an activity on standard error of a terminal."""
-    return Console(stderr=True).status(f"{doing} …")
+    """Return a context that shows an activity on standard error of a terminal.
+
+    Notebook kernels set FORCE_COLOR, so that rich takes a file for a terminal.
+    """
+    return Console(stderr=True).status(f"{doing} …") if sys.stderr.isatty() else nullcontext()

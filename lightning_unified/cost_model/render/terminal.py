@@ -29,7 +29,7 @@ def to_terminal(sheet: Sheet) -> RenderableType:
 def to_text(planned: Plan | Prediction) -> str:
     """Return the page as plain text, as wide as the terminal."""
     width = shutil.get_terminal_size((_COLUMNS, 0)).columns
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, force_jupyter=False)
     with console.capture() as page:
         console.print(to_terminal(sheet_of(planned, title=type(planned).__name__)))
     return "\n".join(line.rstrip() for line in page.get().splitlines())

@@ -31,6 +31,7 @@ class StepInputs:
         micro_batch_size: The largest micro-batch size that the user or memory pressure allows; None for the whole batch.
         module: The module's class name, for messages.
         may_try: Whether a plan that almost fits may be tried.
+        obstacle: Why the batch cannot be split; empty if it can.
         choice: The result of a search over `combinations`; None if `needs_search` is false.
     """
 
@@ -43,6 +44,7 @@ class StepInputs:
     module: str
     beside_bytes: int = 0
     may_try: bool = True
+    obstacle: str = ""
     choice: Choice | None = None
 
 
@@ -107,7 +109,7 @@ def decide(inputs: StepInputs) -> StepPlan:
             micro_batch_size=own.rows,
             parts=own.parts,
             refused=_refused(inputs, own.rows, own.parts),
-            reason=f"fits: {format_bytes(own.reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
+            reason=f"fits: {format_bytes(own.within(inputs.budget_bytes).reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
         )
     best = choice.best or _smallest(choice, inputs)
     return StepPlan(
@@ -157,7 +159,8 @@ def _refusal(inputs: StepInputs, choice: Choice, *, needs: int) -> str:
             f"{inputs.module}, and {rest}"
         )
     table = "\n".join(f"  {format_bytes(count)}: {plan}" for plan, count in what_would_fit(choice))
+    whole = f"\nThe batch runs whole, because {inputs.obstacle}" if inputs.obstacle else ""
     return (
         f"no plan fits: {given}. The smallest plan needs {format_bytes(needs)}, so the least budget is {format_bytes(beside + needs)}. "
-        f"What would fit:\n{table}"
+        f"What would fit:\n{table}{whole}"
     )

@@ -54,7 +54,9 @@ class Decision:
     def prediction(self) -> Prediction:
         """The prediction for the step as planned."""
         candidate = self.plan.candidate
-        return self.inputs.own if candidate is None else self.planner.prediction_of(candidate)
+        if candidate is None:
+            return self.inputs.own.within(self.inputs.budget_bytes)
+        return self.planner.prediction_of(candidate)
 
 
 class StepPlanning:
@@ -135,6 +137,7 @@ class StepPlanning:
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, plan.reason)
         if shape is not None and plan.refused is not None:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
+            self._policy.sizing.is_planned = True
 
     def leaves_rows_unused(self, shape: BatchShape) -> bool:
         """Return whether shorter rows may fit in larger micro-batches than the plan sets."""
@@ -193,6 +196,7 @@ class StepPlanning:
             micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,
             may_try=not self._budget.kept_bytes,
+            obstacle="" if shape is None else self._policy.splits.obstacle(shape.rows),
         )
         return replace(inputs, choice=self._searched(planner, inputs)) if needs_search(inputs) else inputs
 

@@ -31,6 +31,7 @@ class MicroBatchSizing:
         training: The micro-batch size in training.
         evaluation: The micro-batch size in validation, test and predict.
         largest: The shape of the largest batch so far; None before the first batch is done.
+        is_planned: Whether a plan has set the size in training; `Plan.reasons["prediction"]` then has its reason.
         changed_by: Why the size changed last; empty if it has not.
         before_overrun: Sizes to return to if batches turn out not to split exactly, after the budget's watch made them smaller.
         before_failure: Sizes to return to in that case, after memory ran out.
@@ -58,6 +59,7 @@ class MicroBatchSizing:
         self._forget()
 
     def _forget(self) -> None:
+        self.is_planned = False
         self.largest: BatchShape | None = None
         self.before_overrun: dict[str, Any] | None = None
         self.before_failure: dict[str, Any] | None = None
@@ -88,7 +90,8 @@ class MicroBatchSizing:
     @property
     def reason(self) -> str:
         """Why the micro-batch size has its value, for `Plan.reasons`."""
-        reason = "the whole batch" if self.training.asked is None else "as asked"
+        asked = "the whole batch" if self.training.asked is None else "as asked"
+        reason = "as planned, see the reason of the prediction" if self.is_planned else asked
         return f"{reason}, then {self.changed_by}" if self.changed_by else reason
 
     def batch_done(self, shape: BatchShape) -> None:

@@ -82,11 +82,15 @@ class SplitApproval:
 
     def refuses(self, rows: int) -> bool:
         """Return whether a batch of `rows` rows is known not to split exactly."""
+        return bool(self.obstacle(rows))
+
+    def obstacle(self, rows: int) -> str:
+        """Return why a batch of `rows` rows cannot be split exactly, empty if nothing is known against it."""
         try:
             self.require(rows, micro_batch_size=rows)
-        except SplitError:
-            return True
-        return False
+        except SplitError as error:
+            return str(error)
+        return ""
 
     def record(self, verdict: Verdict) -> None:
         """Keep the verdict of an exactness check; note for the user how results will differ.

@@ -19,6 +19,7 @@ from lightning import LightningModule
 
 from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.command import main
+from lightning_unified.cli.plan.show import waiting
 from lightning_unified.cost_model import rates
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
@@ -358,6 +359,14 @@ def test_what_is_installed_is_bash_and_keeps_the_completion_that_was_there(comma
     done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
 
     assert (done.stdout.strip(), done.stderr) == ("kept", "")
+
+
+def test_an_activity_is_not_shown_in_a_notebook(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebook kernels do
+    with waiting("tracing the step"):
+        pass
+
+    assert capsys.readouterr().err == ""
 
 
 def test_planning_starts_without_the_slow_imports_where_the_request_makes_no_sense():
