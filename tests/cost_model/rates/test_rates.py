@@ -62,6 +62,15 @@ def test_measuring_leaves_generators_and_settings_as_they_were():
     assert torch.get_float32_matmul_precision() == precision
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("measure", [measure_rates, brief_rates, lambda _: measure_alignment("cuda", torch.bfloat16)])
+def test_measuring_leaves_the_generator_of_a_gpu_as_it_was(measure):
+    state = torch.cuda.get_rng_state()
+    measure("cuda")
+
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
 def test_measured_rates_survive_being_saved(here):
     assert Rates(**json.loads(json.dumps(here.to_dict()))) == here
 
