@@ -97,8 +97,11 @@ class Job:
             )
         config, changes, sources = self._configuration(directory)
         # Import slowly loading modules only after the checks that need none of them.
+        from lightning_unified.cli.run.data_fit import check_batches, check_interpolations
         from lightning_unified.cli.run.machine import check_settings, prepare
 
+        choices = dict(HydraConfig.get().runtime.choices)
+        check_interpolations(config, choices)
         check_settings(config)
         machine = prepare(config, sources)
         if self.saved is not None:
@@ -128,6 +131,7 @@ class Job:
             show_data(parts.data, parts.callbacks.values(), batches=batches_of(parts.trainer))
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
+        check_batches(parts.data, parts.module, choices)
         with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
@@ -175,11 +179,18 @@ class Job:
 
     def _fit(self, parts: "Parts") -> None:
         """Train; convert errors before the first batch into configuration errors."""
+        from lightning_unified.cli.run.data_fit import lacking
+
         checkpoint = None if self.saved is None else str(self.saved.checkpoint)
         weights_only = None if self.saved is None else not self.saved.trusted
         try:
             parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=weights_only)
         except LightningUnifiedError:
+            raise
+        except KeyError as error:
+            named = lacking(error, parts.throughput.fields, dict(HydraConfig.get().runtime.choices))
+            if named is not None and parts.trainer.global_step == parts.throughput.first_step:
+                raise named from error
             raise
         except (ValueError, FileNotFoundError) as error:
             if not parts.throughput.started:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -75,6 +75,7 @@ class TextClassifier(RecomputeSwitch, LightningModule):
     """
 
     temperature: Tensor
+    batch_dims: ClassVar = {"input_ids": 2, "attention_mask": 2, "labels": 1}
 
     def __init__(
         self,
