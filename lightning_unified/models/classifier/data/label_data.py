@@ -134,6 +134,11 @@ class LabelData(ResumableData):
         return self._prepared.train, self._prepared.validation
 
     @property
+    def learns_tokenizer(self) -> bool:
+        """Whether the tokenizer is learnt from the training texts, so that no pretrained encoder knows its tokens."""
+        return self.hparams["pretrained"] is None
+
+    @property
     def test_rows(self) -> LabelRows:
         """The test rows."""
         return self._prepared.test
