@@ -49,7 +49,7 @@ class Outcome:
 
     Args:
         exit_code: The exit code of the process.
-        objective: The validation loss, which a sweeper minimises; NaN if there is none.
+        objective: The best value of the metric that decides `best.ckpt`, for a sweeper; NaN if there is none.
         stops_sweep: Whether the remaining runs of a sweep are cancelled.
     """
 
@@ -136,7 +136,7 @@ class Job:
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
-        validation_loss = finish(
+        objective = finish(
             parts,
             config=config,
             directory=directory,
@@ -144,7 +144,7 @@ class Job:
             stopped=relieved or stopped_by is not None,
         )
         code = TERMINATED if stopped_by == signal.SIGTERM else 0
-        return Outcome(exit_code=code, objective=validation_loss, stops_sweep=stopped_by is not None)
+        return Outcome(exit_code=code, objective=objective, stops_sweep=stopped_by is not None)
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
         """Return the final configuration, the changes of a resumed run, and the opened machine.

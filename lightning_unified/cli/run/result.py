@@ -34,7 +34,7 @@ class SampleWriter(Protocol):
 
 
 def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command: str, stopped: bool) -> float:
-    """Write and print the results of a run, and return its validation loss (NaN if there is none).
+    """Write and print the results of a run, and return the objective of a sweep.
 
     A stopped run skips validation, baselines and samples, so that the process ends soon.
     """
@@ -62,7 +62,22 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
         first_step=parts.throughput.first_step,
         remarks=remarks,
     )
-    return float(validation.get("loss", math.nan))
+    return objective_of(callback_of(parts, "RunCheckpoint"), validation)
+
+
+def objective_of(checkpoints: Any, validation: Mapping[str, float]) -> float:
+    """Return the best value of the metric that decides `best.ckpt`, for a sweeper; NaN if there is none.
+
+    Args:
+        checkpoints: The run's `RunCheckpoint`; None, or one without a metric, stands for the last validation loss.
+        validation: The metrics of the last validation, without `val/`.
+    """
+    monitor = getattr(checkpoints, "monitor", None)
+    if monitor is None:
+        return float(validation.get("loss", math.nan))
+    known = [checkpoints.best_model_score, validation.get(monitor.removeprefix(_VALIDATION))]
+    values = [float(value) for value in known if value is not None and not math.isnan(value)]
+    return (max if checkpoints.mode == "max" else min)(values, default=math.nan)
 
 
 def _samples(module: LightningModule, callbacks: Iterable[object], *, seed: int) -> list[str]:
