@@ -103,6 +103,7 @@ def explain(
     if label is not None:
         check_choice("label", label, module.label_names)
     encoder = encoder_of(module)
+    text = encoder.prepared(text)
     encoding = encoder.encode([text], max_length=text_length_of(module))[0]
     groups = _words(encoding)
     if not groups:
