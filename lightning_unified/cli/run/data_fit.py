@@ -40,7 +40,7 @@ def check_batches(data: Any, module: Any, choices: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: If an entry is missing, or has other dimensions.
     """
-    needed, example = getattr(module, "batch_dims", None), getattr(data, "example_batch", None)
+    needed, example = getattr(module, "batch_dims", {}), getattr(data, "example_batch", None)
     batch = example() if needed and callable(example) else None
     if not isinstance(batch, Mapping):
         return

@@ -136,8 +136,7 @@ class TextClassifier(RecomputeSwitch, LightningModule):
         """Take label names, tokenizer, lengths and class counts from the data; see `Identity.take`."""
         # Lightning warns that the module's hook replaces the data's, which is intended
         warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
-        data = getattr(self.trainer, "datamodule", None)
-        if data is None:
+        if (data := getattr(self.trainer, "datamodule", None)) is None:
             return
         self.identity.take(data, self.network, labels=self.hparams["labels"])
         counts = getattr(data, "class_counts", None)
