@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,13 +86,29 @@ def check_binding(config: DictConfig) -> None:
     """Check every `_target_` node of `config`, resolved, against its target.
 
     Raises:
-        ConfigurationError: If an argument is unknown, missing, or of a type that the target's annotation excludes.
+        ConfigurationError: If an argument is unknown, missing, or of a type that the target's annotation excludes, or a number is
+            NaN or, in a node of this package, infinite.
     """
     seen = set()
-    for name, node in targets(OmegaConf.to_container(config, resolve=True)):
+    container = OmegaConf.to_container(config, resolve=True)
+    _check_finite("", container, own=False)
+    for name, node in targets(container):
         if id(node) not in seen:
             seen.add(id(node))
             _check_node(name, node)
+
+
+def _check_finite(name: str, value: Any, *, own: bool) -> None:
+    """Raise for a number that is NaN, or infinite within a target of this package."""
+    if isinstance(value, dict):
+        own = own or str(value.get("_target_", "")).startswith("lightning_unified.")
+        for key, entry in value.items():
+            _check_finite(f"{name}.{key}" if name else str(key), entry, own=own)
+    elif isinstance(value, list):
+        for place, entry in enumerate(value):
+            _check_finite(f"{name}.{place}", entry, own=own)
+    elif isinstance(value, float) and (math.isnan(value) or (own and math.isinf(value))):
+        raise ConfigurationError(f"{name}={value}: it must be a finite number.")
 
 
 def _check_node(name: str, node: Mapping[str, Any]) -> None:

@@ -14,15 +14,21 @@ from omegaconf import OmegaConf
 
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["OptunaSweeper", "register"]
+__all__ = ["OptunaSweeper", "direction_of", "register"]
 
 _PLUGIN = "hydra_plugins.lightning_unified"
-_DEFAULTS = {"n_trials": 20, "n_jobs": 1, "direction": "minimize", "seed": None, "storage": None, "study_name": None}
+_DEFAULTS = {"n_trials": 20, "n_jobs": 1, "direction": None, "seed": None, "storage": None, "study_name": None}
+
+
+def direction_of(config: Any) -> str:
+    """Return the direction of the metric that decides `best.ckpt`: "maximize" or "minimize"."""
+    return "maximize" if OmegaConf.select(config, "callbacks.checkpoint.mode") == "max" else "minimize"
 
 
 class OptunaSweeper(Sweeper):
     """Runs `n_trials` runs, drawn `n_jobs` at once, and writes the best values to `optimization_results.yaml`.
 
+    The objective is the metric that decides `best.ckpt`, and `callbacks.checkpoint.mode` is its direction unless `direction` is given.
     docs/how-to/sweeps.md describes the settings, and the overrides that draw: `interval`, `tag(log,…)`, `int(…)`, `range` and `choice`.
     """
 
@@ -46,7 +52,8 @@ class OptunaSweeper(Sweeper):
         fixed = [one.input_line for one in parsed if not one.is_sweep_override()]
         varied = [one for one in parsed if one.is_sweep_override()]
         sampler = optuna.samplers.TPESampler(seed=self._seed)
-        study = optuna.create_study(sampler=sampler, load_if_exists=True, **self._study)
+        settings = {**self._study, "direction": self._study.get("direction") or direction_of(self._config)}
+        study = optuna.create_study(sampler=sampler, load_if_exists=True, **settings)
         folder = Path(self._config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self._config, folder / "multirun.yaml")

@@ -49,7 +49,7 @@ class Outcome:
 
     Args:
         exit_code: The exit code of the process.
-        objective: The validation loss, which a sweeper minimises; NaN if there is none.
+        objective: The best value of the metric that decides `best.ckpt`, for a sweeper; NaN if there is none.
         stops_sweep: Whether the remaining runs of a sweep are cancelled.
     """
 
@@ -97,8 +97,11 @@ class Job:
             )
         config, changes, sources = self._configuration(directory)
         # Import slowly loading modules only after the checks that need none of them.
+        from lightning_unified.cli.run.data_fit import check_batches, check_interpolations
         from lightning_unified.cli.run.machine import check_settings, prepare
 
+        choices = dict(HydraConfig.get().runtime.choices)
+        check_interpolations(config, choices)
         check_settings(config)
         machine = prepare(config, sources)
         if self.saved is not None:
@@ -128,11 +131,12 @@ class Job:
             show_data(parts.data, parts.callbacks.values(), batches=batches_of(parts.trainer))
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
+        check_batches(parts.data, parts.module, choices)
         with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
-        validation_loss = finish(
+        objective = finish(
             parts,
             config=config,
             directory=directory,
@@ -140,7 +144,7 @@ class Job:
             stopped=relieved or stopped_by is not None,
         )
         code = TERMINATED if stopped_by == signal.SIGTERM else 0
-        return Outcome(exit_code=code, objective=validation_loss, stops_sweep=stopped_by is not None)
+        return Outcome(exit_code=code, objective=objective, stops_sweep=stopped_by is not None)
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
         """Return the final configuration, the changes of a resumed run, and the opened machine.
@@ -175,11 +179,18 @@ class Job:
 
     def _fit(self, parts: "Parts") -> None:
         """Train; convert errors before the first batch into configuration errors."""
+        from lightning_unified.cli.run.data_fit import lacking
+
         checkpoint = None if self.saved is None else str(self.saved.checkpoint)
         weights_only = None if self.saved is None else not self.saved.trusted
         try:
             parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=weights_only)
         except LightningUnifiedError:
+            raise
+        except KeyError as error:
+            named = lacking(error, parts.throughput.fields, dict(HydraConfig.get().runtime.choices))
+            if named is not None and parts.trainer.global_step == parts.throughput.first_step:
+                raise named from error
             raise
         except (ValueError, FileNotFoundError) as error:
             if not parts.throughput.started:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lightning_unified.cli.config.bounded_files import printable
@@ -20,6 +21,7 @@ from lightning_unified.hardware import Budget, Reading, read
 __all__ = ["finish"]
 
 _VALIDATION = "val/"
+_TEST = "test/"
 
 
 @runtime_checkable
@@ -32,7 +34,7 @@ class SampleWriter(Protocol):
 
 
 def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command: str, stopped: bool) -> float:
-    """Write and print the results of a run, and return its validation loss (NaN if there is none).
+    """Write and print the results of a run, and return the objective of a sweep.
 
     A stopped run skips validation, baselines and samples, so that the process ends soon.
     """
@@ -41,8 +43,10 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
     baselines = {} if stopped else _baselines(parts.data)
     samples = [] if stopped else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
     plan = getattr(parts.trainer.strategy, "plan", None)
+    remarks = list(getattr(getattr(parts.module, "report", None), "remarks", list)())
     summary = _summary(parts, budget=budget, config=config) | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
+        "test": None if stopped else _test(parts),
         "resume_command": resume_command,
     }
     write_json(directory / "plan.json", _plan(plan, parts))
@@ -56,8 +60,24 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
         samples=samples,
         saved=_saved(directory, plots=len(plots), parts=parts),
         first_step=parts.throughput.first_step,
+        remarks=remarks,
     )
-    return float(validation.get("loss", math.nan))
+    return objective_of(callback_of(parts, "RunCheckpoint"), validation)
+
+
+def objective_of(checkpoints: Any, validation: Mapping[str, float]) -> float:
+    """Return the best value of the metric that decides `best.ckpt`, for a sweeper; NaN if there is none.
+
+    Args:
+        checkpoints: The run's `RunCheckpoint`; None, or one without a metric, stands for the last validation loss.
+        validation: The metrics of the last validation, without `val/`.
+    """
+    monitor = getattr(checkpoints, "monitor", None)
+    if monitor is None:
+        return float(validation.get("loss", math.nan))
+    known = [checkpoints.best_model_score, validation.get(monitor.removeprefix(_VALIDATION))]
+    values = [float(value) for value in known if value is not None and not math.isnan(value)]
+    return (max if checkpoints.mode == "max" else min)(values, default=math.nan)
 
 
 def _samples(module: LightningModule, callbacks: Iterable[object], *, seed: int) -> list[str]:
@@ -74,8 +94,29 @@ def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.validate(parts.module, datamodule=parts.data, verbose=False)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {name.removeprefix(_VALIDATION): value for name, value in metrics.items() if name.startswith(_VALIDATION)}
+    return _metrics(parts, _VALIDATION)
+
+
+def _test(parts: Parts) -> dict[str, float] | None:
+    """Return the metrics on the test set without `test/`, of `best.ckpt` if there is one; None without a test set.
+
+    The module then has the weights of `best.ckpt`.
+    """
+    trainer, rows = parts.trainer, getattr(parts.data, "test_rows", None)
+    offered = is_overridden("test_dataloader", parts.data) and is_overridden("test_step", parts.module)
+    if not offered or not trainer.limit_test_batches or (rows is not None and not len(rows)):
+        return None
+    best = getattr(callback_of(parts, "RunCheckpoint"), "best_model_path", None) or None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.test(parts.module, datamodule=parts.data, ckpt_path=best, weights_only=True, verbose=False)
+    return _metrics(parts, _TEST)
+
+
+def _metrics(parts: Parts, prefix: str) -> dict[str, float]:
+    """Return the last values of the metrics under `prefix`, without it."""
+    metrics = {name: float(value) for name, value in parts.trainer.callback_metrics.items()}
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def _baselines(data: LightningDataModule) -> dict[str, float]:
@@ -114,6 +155,7 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
         "peak_bytes": {"predicted": getattr(plan, "predicted_peak_bytes", None)} | _measured_peak(parts, reading),
         "recoveries": getattr(strategy, "recoveries", None),
         "validation": {},
+        "test": None,
         "checkpoint": (checkpoints.last_model_path or None) if checkpoints is not None else None,
         "resume_command": None,
         "versions": versions(),

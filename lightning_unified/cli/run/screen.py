@@ -39,6 +39,14 @@ _NOT_ACTIONABLE = (
     "Starting from v1.9.0",
 )
 
+_FIGURES = {  # metric: its name on the screen, its format
+    "loss": ("loss", ".4f"),
+    "perplexity": ("perplexity", ".1f"),
+    "accuracy": ("accuracy", ".4f"),
+    "macro_f1": ("macro-F1", ".4f"),
+    "win_rate": ("win rate", ".3f"),
+}
+
 
 def quiet_third_parties() -> None:
     """Hide Lightning's banners and tips, and the warnings that a user cannot act on."""
@@ -163,6 +171,7 @@ def show_summary(
     samples: Sequence[str],
     saved: Sequence[str],
     first_step: int = 0,
+    remarks: Sequence[str] = (),
 ) -> None:
     """Print the summary of a run that started at `first_step`."""
     table = Table(
@@ -178,6 +187,8 @@ def show_summary(
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     _CONSOLE.print()
     _CONSOLE.print(table)
+    for remark in remarks:
+        _CONSOLE.print(escape(remark))
     if samples:
         _CONSOLE.print("\n[bold]Samples of its text[/bold]")
         for sample in samples:
@@ -187,6 +198,12 @@ def show_summary(
     for line in saved:
         _CONSOLE.print("  " + escape(line))
     _CONSOLE.print(f"[bold]Go on with[/bold] {escape(str(summary['resume_command']))}")
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    """Return the metrics that a person judges a model by, those of `_FIGURES` that were logged."""
+    known = [(name, form, metrics.get(key)) for key, (name, form) in _FIGURES.items()]
+    return ", ".join(f"{name} {value:{form}}" for name, form, value in known if value is not None)
 
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
@@ -217,14 +234,8 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
         "speed",
         f"{steps} steps{since} in {format_seconds(seconds)}{each}" + "".join(f", {text}" for text in speed),
     )
-    validation = summary["validation"]
-    if "loss" in validation:
-        perplexity, accuracy = validation.get("perplexity"), validation.get("accuracy")
-        yield (
-            "validation",
-            f"loss {validation['loss']:.4f}"
-            + (f", perplexity {perplexity:.1f}" if perplexity is not None else "")
-            + (f", accuracy {accuracy:.4f}" if accuracy is not None else ""),
-        )
+    for side in ("validation", "test"):
+        if figures := _figures(summary.get(side) or {}):
+            yield side, figures
     for name, perplexity in baselines.items():
         yield name, f"perplexity {perplexity:.1f} over the same tokens"

@@ -21,6 +21,7 @@ class Throughput(Callback):
 
     Attributes:
         first_step: The optimizer step at which this process started.
+        fields: Names of the entries of the first training batch; empty before it, and if it is no dict.
         samples: Rows trained on.
         seconds: Time between the first and the last training batch, without validation.
         duration: Time from the start of training to its end, with validation.
@@ -29,6 +30,7 @@ class Throughput(Callback):
 
     def __init__(self) -> None:
         self.first_step = 0
+        self.fields: tuple[str, ...] = ()
         self.samples = 0
         self._batches = 0
         self.seconds = 0.0
@@ -61,6 +63,7 @@ class Throughput(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._since is None:
             self._since = time.monotonic()
+            self.fields = tuple(map(str, batch)) if isinstance(batch, dict) else ()
 
     @override
     def on_train_batch_end(

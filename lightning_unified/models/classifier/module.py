@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -75,6 +75,7 @@ class TextClassifier(RecomputeSwitch, LightningModule):
     """
 
     temperature: Tensor
+    batch_dims: ClassVar = {"input_ids": 2, "attention_mask": 2, "labels": 1}
 
     def __init__(
         self,
@@ -135,8 +136,7 @@ class TextClassifier(RecomputeSwitch, LightningModule):
         """Take label names, tokenizer, lengths and class counts from the data; see `Identity.take`."""
         # Lightning warns that the module's hook replaces the data's, which is intended
         warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
-        data = getattr(self.trainer, "datamodule", None)
-        if data is None:
+        if (data := getattr(self.trainer, "datamodule", None)) is None:
             return
         self.identity.take(data, self.network, labels=self.hparams["labels"])
         counts = getattr(data, "class_counts", None)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -73,6 +73,8 @@ class Compressor(TextCodec):
     Raises:
         ValueError: If a name is unknown or a number is out of range.
     """
+
+    batch_dims: ClassVar = {"input_ids": 2, "mask": 2}
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -62,6 +62,8 @@ class GearHead(LightningModule):
     """
 
     loss_chunk_rows: int | None = None
+
+    batch_dims: ClassVar = {"input_ids": 2, "labels": 2}
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -79,6 +79,8 @@ class Wordle(RecomputeSwitch, GRPO):
         RuntimeError: If transformers or peft is not installed.
         ValueError: If a name is unknown or a number is out of range.
     """
+
+    batch_dims: ClassVar = {"prompt": 2, "prompt_mask": 2, "example": 1}
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
     assert summary["peak_bytes"]["predicted"] is None
     assert summary["tokens_per_second"] > 0
     assert {"loss", "perplexity", "bigram_perplexity", "trigram_perplexity"} <= set(summary["validation"])
+    assert summary["test"] is None  # the data hold no test set
     assert summary["checkpoint"] == str(run / "checkpoints" / "last.ckpt")
     assert summary["resume_command"] == "python train.py resume=run"
     assert not OmegaConf.is_missing(config, "run_dir")
@@ -68,6 +69,8 @@ def test_a_run_keeps_its_contract(done, tmp_path):
         "0 worker processes, pin memory off",
         "gradient scaler none",
         "micro-batches of up to 4 rows",
+        " documents to train, ",
+        "; vocabulary of ",
         "Kneser–Ney trigram",
         "Samples of its text",
         "python train.py resume=run",

@@ -6,7 +6,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lightning_unified.cli.config.sweeper import OptunaSweeper
+from lightning_unified.callbacks import RunCheckpoint
+from lightning_unified.cli.config.composition import composed, searching
+from lightning_unified.cli.config.sweeper import OptunaSweeper, direction_of
+from lightning_unified.cli.run.result import objective_of
 
 
 @pytest.fixture
@@ -35,6 +38,32 @@ def test_optuna_finds_the_run_of_the_least_validation_loss(sweep, tmp_path):
     assert len(found) == 2
     assert best.best_value == min(found.values())
     assert f"model.learning_rate={best.best_params['model.learning_rate']}" == min(found, key=found.get)
+
+
+@pytest.mark.parametrize(
+    ("mode", "best", "last", "wanted"), [("max", 0.7, 0.9, 0.9), ("max", 0.7, 0.6, 0.7), ("min", 0.7, 0.6, 0.6)]
+)
+def test_a_sweep_optimises_the_metric_that_decides_the_best_checkpoint(mode, best, last, wanted):
+    checkpoints = RunCheckpoint(monitor="val/macro_f1", mode=mode)
+    checkpoints.best_model_score = best
+    config = OmegaConf.create({"callbacks": {"checkpoint": {"mode": mode}}})
+
+    assert objective_of(checkpoints, {"macro_f1": last, "loss": 5.0}) == wanted
+    assert objective_of(None, {"macro_f1": last, "loss": 5.0}) == 5.0
+    assert direction_of(config) == {"max": "maximize", "min": "minimize"}[mode]
+
+
+def test_models_judged_by_a_score_name_it_for_sweeps():
+    with searching("pkg://lightning_unified.conf"):
+        named = {
+            model: composed([f"model={model}", f"callbacks={callbacks}"]).config.callbacks.checkpoint
+            for model, callbacks in (("classifier", "classifier"), ("wordle", "wordle"))
+        }
+
+    assert {model: (node.monitor, node.mode) for model, node in named.items()} == {
+        "classifier": ("val/macro_f1", "max"),
+        "wordle": ("val/win_rate", "max"),
+    }
 
 
 DRAWN = {

@@ -197,3 +197,42 @@ def test_what_cannot_be_done_is_said_and_has_its_exit_code(
 
     assert main([names.get(argument, argument) for argument in arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_predict_and_evaluate_read_a_table_as_training_did(trained, texts, tmp_path, capsys):
+    saved = torch.load(trained, weights_only=True)
+    saved["classifier"]["file_format"] = {"text": "message", "label": "kind", "encoding": "latin-1"}
+    torch.save(saved, tmp_path / "own.ckpt")
+    names = ["apples", "bears", "clouds"]
+    lines = [f"{text};{names[label]}" for text, label in texts]
+    table = tmp_path / "own.csv"
+    table.write_bytes("\n".join(["message;kind", *lines, ";apples", "a1 für;", ""]).encode("latin-1"))
+    own = ["--checkpoint", str(tmp_path / "own.ckpt"), str(table)]
+
+    assert main(["predict", "--json", *own]) == 0
+    said = capsys.readouterr()
+    records = [json.loads(line) for line in said.out.splitlines()]
+    assert [record["label"] for record in records[:-1]] == [names[label] for _, label in texts]
+    assert records[-1]["source"] == f"{table}:27"
+    assert said.err == f"1 of 26 texts are blank and get no label: {table}:26 …\n"
+
+    assert main(["evaluate", "--save", str(tmp_path / "plots"), *own]) == 0
+    said = capsys.readouterr().out
+    assert "26 rows read, 24 evaluated; left out: 1 blank, 1 without a label" in said
+    assert "accuracy 1.0000, macro f1 1.0000" in said
+    assert "bears         8     1.0000  1.0000  1.0000" in said
+    record = json.loads((tmp_path / "plots/evaluation.json").read_text())
+    assert (record["macro_f1"], record["rows"], record["read"]) == (1.0, 24, 26)
+    assert (tmp_path / "plots/evaluation.png").exists()
+
+
+def test_evaluate_takes_the_rows_marked_as_test_and_refuses_other_classes(trained, tmp_path, capsys):
+    table = tmp_path / "split.csv"
+    table.write_text("body,class,split\na1 a2,apples,test\nb1 b2,apples,\nc1 c2,clouds,test\n")
+    own = ["--checkpoint", str(trained), "--field", "body", str(table)]
+
+    assert main(["evaluate", "--json", "--label-field", "class", *own]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["rows"], record["not_test"], record["accuracy"]) == (2, 1, 1.0)
+    assert main(["evaluate", "--label-field", "split", *own]) == 2
+    assert "the labels test are none of the classifier's, which are apples, bears, clouds" in capsys.readouterr().err

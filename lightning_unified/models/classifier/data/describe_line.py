@@ -47,7 +47,7 @@ def _classes(sides: Sides) -> str:
     counts = Counter(text.label for text in sides.train)
     if len(counts) > _SHOWN:
         return f"{min(counts.values()):,} to {max(counts.values()):,} training rows each"
-    return ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+    return ", ".join(f"{name} {counts[name]:,}" for name in sorted(counts, key=lambda name: (-counts[name], name)))
 
 
 def _surprises(sides: Sides, names: Sequence[str]) -> list[str]:

@@ -41,6 +41,11 @@ class Identity:
         Raises:
             ValueError: If they contradict the known ones, or do not fit the network.
         """
+        if network.is_pretrained and getattr(data, "learns_tokenizer", False):
+            raise ValueError(
+                "data.pretrained=null learns a tokenizer from the texts, and the encoder has pretrained weights for the tokens of its own "
+                "tokenizer; set data.pretrained to the encoder's name or folder."
+            )
         names = getattr(data, "label_names", None)
         if names:
             self._take_names([str(name) for name in names])

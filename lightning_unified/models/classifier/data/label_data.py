@@ -4,7 +4,7 @@ The batches have few fixed lengths, and a fit can resume in the middle of an epo
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -134,6 +134,11 @@ class LabelData(ResumableData):
         return self._prepared.train, self._prepared.validation
 
     @property
+    def learns_tokenizer(self) -> bool:
+        """Whether the tokenizer is learnt from the training texts, so that no pretrained encoder knows its tokens."""
+        return self.hparams["pretrained"] is None
+
+    @property
     def test_rows(self) -> LabelRows:
         """The test rows."""
         return self._prepared.test
@@ -235,42 +240,41 @@ class LabelData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        asked = self.hparams
-        fractions = {name: asked[name] for name in ("val_fraction", "test_fraction")}
-        texts = label_sources.load(self.source, path=asked["path"], form=self.file_format)
-        sides = part(texts, **fractions, seed=self.options.seed)
-        names = sorted({text.label for text in sides.train})
-        if asked["pretrained"] is None:
-            tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=asked["vocab_size"])
-        else:
-            tokenizer = load_encoder_tokenizer(asked["pretrained"])
-        of_sides = [sides.train, sides.validation, sides.test]
-        encoder = TextEncoder(tokenizer)
-        encodings = [
-            encoder.encode_fast([text.text for text in side], max_length=self.text_length) for side in of_sides
-        ]
-        encoded = [[encoding.ids for encoding in side] for side in encodings]
-        lengths = self._lengths([len(ids) for side in encoded for ids in side])
-        train, validation, test = (
-            LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=encoder.pad_id)
-            for side, ids in zip(of_sides, encoded, strict=True)
-        )
-        return _Prepared(
-            sides=sides,
-            label_names=names,
-            tokenizer=tokenizer,
-            lengths=lengths,
-            truncated=sum(bool(encoding.overflowing) for side in encodings for encoding in side),
-            train=train,
-            validation=validation,
-            test=test,
-        )
+        texts = label_sources.load(self.source, path=self.hparams["path"], form=self.file_format)
+        return _prepare(texts, self.hparams, seed=self.options.seed)
 
-    def _lengths(self, sizes: Sequence[int]) -> list[int]:
-        asked = self.hparams["padded_lengths"]
-        if isinstance(asked, int):
-            return choose_buckets(sizes, longest=self.text_length, most=asked, multiple=_MULTIPLE)
-        return list(asked)
+
+def _prepare(texts: list[LabelledText], asked: Mapping[str, Any], *, seed: int) -> _Prepared:
+    """Split and encode texts as the arguments of `LabelData` ask for."""
+    fractions = {name: asked[name] for name in ("val_fraction", "test_fraction")}
+    sides = part(texts, **fractions, seed=seed)
+    names = sorted({text.label for text in sides.train})
+    if asked["pretrained"] is None:
+        tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=asked["vocab_size"])
+    else:
+        tokenizer = load_encoder_tokenizer(asked["pretrained"])
+    of_sides = [sides.train, sides.validation, sides.test]
+    encoder, longest = TextEncoder(tokenizer), asked["text_length"]
+    encodings = [encoder.encode_fast([text.text for text in side], max_length=longest) for side in of_sides]
+    encoded = [[encoding.ids for encoding in side] for side in encodings]
+    lengths = asked["padded_lengths"]
+    if isinstance(lengths, int):
+        sizes = [len(ids) for side in encoded for ids in side]
+        lengths = choose_buckets(sizes, longest=longest, most=lengths, multiple=_MULTIPLE)
+    train, validation, test = (
+        LabelRows(ids, [names.index(text.label) for text in side], lengths=list(lengths), pad_id=encoder.pad_id)
+        for side, ids in zip(of_sides, encoded, strict=True)
+    )
+    return _Prepared(
+        sides=sides,
+        label_names=names,
+        tokenizer=tokenizer,
+        lengths=list(lengths),
+        truncated=sum(bool(encoding.overflowing) for side in encodings for encoding in side),
+        train=train,
+        validation=validation,
+        test=test,
+    )
 
 
 def _check_lengths(lengths: int | list[int], *, text_length: int) -> None:

@@ -15,6 +15,7 @@ from tokenizers import Encoding
 from torch import Tensor
 
 from lightning_unified.models.choices import check_choice
+from lightning_unified.models.classifier.data.tokens.text_encoder import Encoded
 from lightning_unified.models.classifier.explanation.deletion import Deletion, delete_in_order
 from lightning_unified.models.classifier.inference.classify import encoder_of, text_length_of
 from lightning_unified.models.classifier.module import TextClassifier
@@ -103,6 +104,7 @@ def explain(
     if label is not None:
         check_choice("label", label, module.label_names)
     encoder = encoder_of(module)
+    text = encoder.prepared(text)
     encoding = encoder.encode([text], max_length=text_length_of(module))[0]
     groups = _words(encoding)
     if not groups:
@@ -122,7 +124,7 @@ def explain(
 def _explained(
     module: TextClassifier,
     text: str,
-    encoding: Encoding,
+    encoding: Encoding | Encoded,
     groups: list[list[int]],
     *,
     label: str | None,
@@ -182,7 +184,7 @@ def _integrated(
         steps *= 2
 
 
-def _words(encoding: Encoding) -> list[list[int]]:
+def _words(encoding: Encoding | Encoded) -> list[list[int]]:
     """Return the places of each word's tokens; special tokens are in no word."""
     groups: dict[int, list[int]] = {}
     for place, (word, special) in enumerate(zip(encoding.word_ids, encoding.special_tokens_mask, strict=True)):
@@ -191,6 +193,6 @@ def _words(encoding: Encoding) -> list[list[int]]:
     return list(groups.values())
 
 
-def _word(text: str, encoding: Encoding, group: list[int], attributions: Tensor) -> Word:
+def _word(text: str, encoding: Encoding | Encoded, group: list[int], attributions: Tensor) -> Word:
     start, end = encoding.offsets[group[0]][0], encoding.offsets[group[-1]][1]
     return Word(text=text[start:end], start=start, end=end, attribution=float(attributions[group].sum()))

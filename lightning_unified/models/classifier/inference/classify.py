@@ -8,7 +8,7 @@ import torch
 from tokenizers import Encoding
 from torch import Tensor
 
-from lightning_unified.models.classifier.data.tokens.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.tokens.text_encoder import Encoded, TextEncoder
 from lightning_unified.models.classifier.inference.checkpoint import load
 from lightning_unified.models.classifier.module import TextClassifier
 from lightning_unified.models.classifier.network.trimming import ROW_LENGTHS, fixed_length
@@ -75,7 +75,9 @@ def classify(
 
 
 @torch.inference_mode()
-def logits_of(model: TextClassifier, texts: Sequence[str], *, batch_size: int = 64) -> tuple[Tensor, list[Encoding]]:
+def logits_of(
+    model: TextClassifier, texts: Sequence[str], *, batch_size: int = 64
+) -> tuple[Tensor, Sequence[Encoding | Encoded]]:
     """Return the logits (N, C) of N texts on the CPU, and their encodings; dropout is off.
 
     Raises:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unified.models.classifier.data.tokens.bpe_codes import BEYOND, write_bpe_codes
 from lightning_unified.models.classifier.inference.classify import encoder_of, text_length_of
 from lightning_unified.models.classifier.module import TextClassifier
 from lightning_unified.models.classifier.network.lora import merged
@@ -120,6 +121,9 @@ def _plain_copy(module: TextClassifier) -> Any:
 def _save_tokenizer(encoder: Any, longest: int, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
+    if encoder.backend.token_to_id(BEYOND) is not None:
+        write_bpe_codes(encoder.backend, folder, max_length=longest)
+        return
     PreTrainedTokenizerFast(
         tokenizer_object=encoder.backend,
         model_max_length=longest,

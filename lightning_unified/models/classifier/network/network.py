@@ -58,6 +58,7 @@ class Network(nn.Module):
         sizes = architecture or (read_architecture(folder) if folder else chosen.architecture)
         assert sizes is not None
         options: dict[str, Any] = {"labels": labels, "attention": attention, "dropout": dropout}
+        self.is_pretrained = folder is not None and load_pretrained
         if folder is None or not load_pretrained or torch.empty(0).is_meta:
             self.model: Any = encoders.build(sizes, **options)
         else:

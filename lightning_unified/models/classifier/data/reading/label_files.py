@@ -81,7 +81,7 @@ def _folder(path: Path, given: FileFormat) -> list[LabelledText]:
     return texts
 
 
-def _records(content: str, given: FileFormat, *, source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(content: str, given: FileFormat, *, source: str) -> Iterator[tuple[str, dict[Column, Any]]]:
     """Yield place and object of each line that is not blank, once every column is there."""
     keys = (given.settings.text, given.settings.label)
     for where, row in json_rows(content, source=source):
@@ -90,7 +90,7 @@ def _records(content: str, given: FileFormat, *, source: str) -> Iterator[tuple[
                 raise ValueError(
                     f"{where}: no {column}; its keys are {', '.join(row) or '(none)'}: name the one to read by {key}…"
                 )
-        yield where, row
+        yield where, {**row}
 
 
 def _labelled(row: Mapping[Any, Any], given: FileFormat, *, where: str) -> LabelledText:

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, processors
 from lightning_unified.data.documents.document import installed_files
 from lightning_unified.data.documents.record import SPECIAL_TOKENS
 from lightning_unified.data.tokenizer import read_tokenizer, train_tokenizer
+from lightning_unified.models.classifier.data.tokens.bpe_codes import CODES, VOCABULARY, load_bpe_codes
 
 __all__ = ["ENCODERS", "load_encoder_tokenizer", "own_tokenizer"]
 
@@ -20,7 +21,7 @@ def load_encoder_tokenizer(name: str) -> Tokenizer:
     """Load a pretrained encoder's tokenizer without its file's length and padding.
 
     Args:
-        name: One of `ENCODERS`, a folder that holds `tokenizer.json`, such a file, or the name of a model on the Hugging Face hub.
+        name: One of `ENCODERS`, a folder that holds `tokenizer.json`, or `vocab.txt` and `bpe.codes`, such a file, or the name of a model on the Hugging Face hub.
 
     Raises:
         FileNotFoundError: If it is neither on this machine nor on the hub.
@@ -32,7 +33,12 @@ def load_encoder_tokenizer(name: str) -> Tokenizer:
     else:
         place = Path(name)
         file = place / _FILE if place.is_dir() else place
-    tokenizer = read_tokenizer(file) if file is not None and file.is_file() else _from_hub(name)
+    if file is not None and file.is_file():
+        tokenizer = read_tokenizer(file)
+    elif file is not None and (file.parent / CODES).is_file() and (file.parent / VOCABULARY).is_file():
+        tokenizer = load_bpe_codes(file.parent)
+    else:
+        tokenizer = _from_hub(name)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -62,7 +68,11 @@ def _from_hub(name: str) -> Tokenizer:
             "found; run: pip install 'lightning-unified[pretrained]'"
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(name).backend_tokenizer
+        loaded = AutoTokenizer.from_pretrained(name)
+        codes = getattr(loaded, "merges_file", None)
+        if codes is not None and Path(codes).name == CODES:
+            return load_bpe_codes(Path(codes).parent)
+        return loaded.backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise FileNotFoundError(
             f"data.pretrained={name} is neither {', '.join(ENCODERS)}, nor a folder with {_FILE}, nor a model that can be had from the hub "

@@ -7,6 +7,7 @@ knows.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,23 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from lightning_unified.data.tokenizer import serial
+from lightning_unified.models.classifier.data.tokens.bpe_codes import BEYOND, TWEETS
+from lightning_unified.models.classifier.data.tokens.tweets import normalize_tweet
 
 __all__ = ["TextEncoder"]
 
 _SPECIAL = ("pad_token", "cls_token", "sep_token", "mask_token", "unk_token", "bos_token", "eos_token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """A text's tokens, with the attributes of `tokenizers.Encoding` that the classifier reads."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    word_ids: list[int | None]
+    special_tokens_mask: list[int]
+    overflowing: bool
 
 
 class TextEncoder:
@@ -33,6 +47,7 @@ class TextEncoder:
         self._backend = Tokenizer.from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
+        self._beyond = self._backend.token_to_id(BEYOND)
         self.special = dict(_special_of(tokenizer) if special is None else special)
 
     @classmethod
@@ -46,7 +61,11 @@ class TextEncoder:
         return json.dumps({"tokenizer": self._backend.to_str(), "special": self.special})
 
     def __len__(self) -> int:
-        return self._backend.get_vocab_size()
+        return self._backend.get_vocab_size() if self._beyond is None else self._beyond
+
+    def prepared(self, text: str) -> str:
+        """Return the text that is encoded: a normalised tweet for BERTweet's tokenizer, else the text itself."""
+        return normalize_tweet(text) if self._backend.token_to_id(TWEETS) is not None else text
 
     def __eq__(self, other: object) -> bool:
         """Return whether both tokenizers map the same tokens to the same ids.
@@ -75,21 +94,37 @@ class TextEncoder:
         name = self.special.get(kind)
         return None if name is None else self._backend.token_to_id(name)
 
-    def encode(self, texts: Sequence[str], *, max_length: int) -> list[Encoding]:
+    def encode(self, texts: Sequence[str], *, max_length: int) -> Sequence[Encoding | Encoded]:
         """Return the encodings of texts, with special tokens, truncated to `max_length` tokens.
 
         `[SEP]` in a text is five characters, not the special token.
         """
-        return self._truncating(max_length).encode_batch(list(texts))
+        return self._within(self._truncating(max_length).encode_batch([self.prepared(text) for text in texts]))
 
     def encode_ids(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
         """Return the ids of the same encodings, which is faster."""
         return [encoding.ids for encoding in self.encode_fast(texts, max_length=max_length)]
 
-    def encode_fast(self, texts: Sequence[str], *, max_length: int) -> list[Encoding]:
+    def encode_fast(self, texts: Sequence[str], *, max_length: int) -> Sequence[Encoding | Encoded]:
         """Return the same encodings without offsets, which is faster."""
         with serial():
-            return self._truncating(max_length).encode_batch_fast(list(texts))
+            return self._within(self._truncating(max_length).encode_batch_fast([self.prepared(text) for text in texts]))
+
+    def _within(self, encodings: Sequence[Encoding]) -> Sequence[Encoding | Encoded]:
+        """Return the encodings with the id of the unknown token for pieces beyond the vocabulary; see `bpe_codes`."""
+        limit, unknown = self._beyond, self.id_of("unk_token")
+        if limit is None or unknown is None:
+            return encodings
+        return [
+            Encoded(
+                ids=[unknown if number >= limit else number for number in one.ids],
+                offsets=one.offsets,
+                word_ids=one.word_ids,
+                special_tokens_mask=one.special_tokens_mask,
+                overflowing=bool(one.overflowing),
+            )
+            for one in encodings
+        ]
 
     def _truncating(self, length: int) -> Tokenizer:
         backend = Tokenizer.from_str(self._backend.to_str())
