@@ -17,9 +17,8 @@ from lightning_unified.cli.config.binding import arguments_of, target_of
 from lightning_unified.cli.config.resume import Change
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
-from lightning_unified.cost_model.render.facts import format_seconds
 from lightning_unified.precision import live_scaler, plugin_precision
-from lightning_unified.units import format_bytes
+from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["quiet_third_parties", "show_changes", "show_note", "show_start", "show_summary"]
 
@@ -188,10 +187,10 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
         f"{rate:,.{digits}f} {unit}/s" for rate, digits, unit in ((tokens, 0, "tokens"), (rows, 1, "samples")) if rate
     ]
     steps, seconds = summary["steps"] - first_step, summary["seconds"]
-    each = f" ({format_seconds(seconds / steps)}/step)" if steps else ""
+    each = f" ({format_duration(seconds / steps)}/step)" if steps else ""
     yield (
         "speed",
-        f"{steps} steps{since} in {format_seconds(seconds)}{each}" + "".join(f", {text}" for text in speed),
+        f"{steps} steps{since} in {format_duration(seconds)}{each}" + "".join(f", {text}" for text in speed),
     )
     validation = summary["validation"]
     if "loss" in validation:

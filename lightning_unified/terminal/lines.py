@@ -1,0 +1,50 @@
+"""Lines on standard output, and whether a line may be overwritten there."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+__all__ = ["is_live", "label", "labelled", "say"]
+
+_labels: list[str] = []
+
+
+def label() -> str:
+    """Return the name that begins each line of this process, with a blank; "" where it has the terminal to itself."""
+    return f"[{_labels[-1]}] " if _labels else ""
+
+
+@contextmanager
+def labelled(name: str) -> Iterator[None]:
+    """Let lines begin with `name`, and overwrite none: several processes share the terminal."""
+    _labels.append(name)
+    try:
+        yield
+    finally:
+        _labels.pop()
+
+
+def is_live(stream: TextIO | None) -> bool:
+    """Return whether a line of `stream` may be overwritten: it is a terminal or a notebook of this process alone."""
+    if stream is None or _labels:
+        return False
+    if "ipykernel" in sys.modules:
+        return True
+    try:
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write `text` as lines of its own in one write; a stream that is gone is no error."""
+    stream = sys.stdout if stream is None else stream
+    if stream is None:
+        return
+    try:
+        stream.write("".join(f"{label()}{line}\n" for line in text.splitlines()))
+        stream.flush()
+    except (OSError, ValueError):
+        pass
