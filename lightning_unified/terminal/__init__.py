@@ -1,6 +1,6 @@
 """Output to a terminal, a pipe or a file: streams that never end a run, labelled lines, activities."""
 
-from lightning_unified.terminal.activity import activity
+from lightning_unified.terminal.activities import activity
 from lightning_unified.terminal.lines import is_live, label, labelled, say
 from lightning_unified.terminal.streams import LastingOutput, lasting_output
 

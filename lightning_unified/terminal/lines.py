@@ -44,7 +44,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
     if stream is None:
         return
     try:
-        stream.write("".join(f"{label()}{line}\n" for line in text.splitlines()))
+        stream.write("".join(f"{label()}{line}\n" for line in text.removesuffix("\n").split("\n")))
         stream.flush()
     except (OSError, ValueError):
         pass

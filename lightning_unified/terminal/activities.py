@@ -19,20 +19,16 @@ _running = threading.Lock()
 
 
 @contextmanager
-def activity(doing: str, *, after_s: float = _AFTER_S) -> Iterator[None]:
-    """Show `doing` with the time it takes, if it takes longer than `after_s`; the last line tells the whole time.
+def activity(doing: str) -> Iterator[None]:
+    """Show `doing` with its time so far, if it takes longer than two seconds; the last line tells the whole time.
 
     Inside another activity, and on all processes but the first, it shows nothing.
-
-    Args:
-        doing: The activity, as in "planning the first step".
-        after_s: Seconds before the first line.
     """
     if not _is_first_process() or not _running.acquire(blocking=False):
         yield
         return
     over, line = threading.Event(), _Line(doing, began=time.monotonic())
-    thread = threading.Thread(target=_show, args=(line, over, after_s), name="activity", daemon=True)
+    thread = threading.Thread(target=_show, args=(line, over), name="activity", daemon=True)
     thread.start()
     try:
         yield
@@ -80,8 +76,8 @@ class _Line:
             pass
 
 
-def _show(line: _Line, over: threading.Event, after_s: float) -> None:
-    wait = after_s
+def _show(line: _Line, over: threading.Event) -> None:
+    wait = _AFTER_S
     while not over.wait(wait):
         line.update()
         wait = line.every_s
