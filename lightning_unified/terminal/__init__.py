@@ -1,7 +1,17 @@
 """Output to a terminal, a pipe or a file: streams that never end a run, labelled lines, activities."""
 
 from lightning_unified.terminal.activities import activity
-from lightning_unified.terminal.lines import is_live, label, labelled, say
+from lightning_unified.terminal.lines import is_live, label, labelled, say, short_path, wrapped
 from lightning_unified.terminal.streams import LastingOutput, lasting_output
 
-__all__ = ["LastingOutput", "activity", "is_live", "label", "labelled", "lasting_output", "say"]
+__all__ = [
+    "LastingOutput",
+    "activity",
+    "is_live",
+    "label",
+    "labelled",
+    "lasting_output",
+    "say",
+    "short_path",
+    "wrapped",
+]

@@ -1,12 +1,13 @@
-"""Lines on standard output, and whether a line may be overwritten there."""
+"""Lines on a terminal: written, wrapped and shortened, and whether one may be overwritten."""
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-__all__ = ["is_live", "label", "labelled", "say"]
+__all__ = ["is_live", "label", "labelled", "say", "short_path", "wrapped"]
 
 _labels: list[str] = []
 
@@ -48,3 +49,21 @@ def say(text: str, stream: TextIO | None = None) -> None:
         stream.flush()
     except (OSError, ValueError):
         pass
+
+
+def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
+    """Return `text` in lines of at most `width`, the second and later ones indented; a longer word keeps its length."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, **options) or [""]
+
+
+def short_path(path: str, width: int) -> str:
+    """Return `path` in at most `width` characters: "…" replaces leading folders, then the middle of the last name."""
+    if len(path) <= width:
+        return path
+    parts = path.replace("\\", "/").split("/")
+    for first in range(1, len(parts)):
+        if len(shown := "/".join(["…", *parts[first:]])) <= width:
+            return shown
+    kept = max(width - 3, 2)
+    return f"…/{parts[-1][: kept - kept // 2]}…{parts[-1][-(kept // 2) :]}"

@@ -14,6 +14,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from lightning_unified.callbacks.device_pool import pool_of
+from lightning_unified.callbacks.loops import total_steps
 from lightning_unified.callbacks.progress.columns import memory_columns
 from lightning_unified.callbacks.progress.lines import ProgressLines
 from lightning_unified.hardware.readers import read
@@ -76,7 +77,7 @@ class _MemoryColumns(_Bar):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._lines is None:
             return
-        total, now = trainer.estimated_stepping_batches, self.now()
+        total, now = total_steps(trainer), self.now()
         if self._lines.due(trainer.global_step, total=total, now=now):
             say(self._lines.line(total=total, now=now, metrics=self.get_metrics(trainer, pl_module)))
 

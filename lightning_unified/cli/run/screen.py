@@ -2,7 +2,6 @@
 
 import logging
 import os
-import textwrap
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
 from lightning_unified.hardware import Budget
 from lightning_unified.precision import live_scaler, plugin_precision
-from lightning_unified.terminal import say
+from lightning_unified.terminal import say, wrapped
 from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["quiet_third_parties", "show_changes", "show_note", "show_start", "show_summary"]
@@ -112,10 +111,9 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Text:
     """Return a line for each named fact; long ones are wrapped at words."""
     facts = list(facts)
     column = max((len(name) for name, _ in facts), default=0) + 2
-    options = {"width": max(30, _CONSOLE.width - column), "break_long_words": False, "break_on_hyphens": False}
     lines = []
     for name, text in facts:
-        first, *rest = textwrap.wrap(text, **options) or [""]
+        first, *rest = wrapped(text, max(30, _CONSOLE.width - column))
         lines.append(Text.assemble((name.ljust(column), "bold"), first))
         lines += [Text(" " * column + line) for line in rest]
     return Text("\n").join(lines)

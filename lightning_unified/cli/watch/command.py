@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -126,10 +127,16 @@ def _printer(*, as_json: bool, once: bool) -> Iterator[Callable[[Snapshot], None
     if as_json:
         yield lambda snapshot: print(json.dumps(snapshot.as_json()), flush=True)
     elif once or not console.is_terminal or console.is_dumb_terminal:
-        yield lambda snapshot: console.print(show(snapshot), end="\n\n" if not once else "")
+        end = "\n" if once else "\n\n"
+        yield lambda snapshot: console.print(show(snapshot, width=_width()), end=end, soft_wrap=True)
     else:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda snapshot: live.update(show(snapshot), refresh=True)
+            yield lambda snapshot: live.update(show(snapshot, width=_width()), refresh=True)
+
+
+def _width() -> int:
+    """Return the columns of the terminal, or of `COLUMNS`; 80 without either."""
+    return shutil.get_terminal_size().columns
 
 
 @contextmanager
