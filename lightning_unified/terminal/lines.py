@@ -3,13 +3,15 @@
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-__all__ = ["is_live", "label", "labelled", "say", "short_path", "wrapped"]
+__all__ = ["is_live", "label", "labelled", "listed", "say", "short_path", "wrapped"]
 
 _labels: list[str] = []
+_GLUE = "\N{NO-BREAK SPACE}"
+_LONGEST_GLUED = 40  # characters, so that a part fits a narrow line
 
 
 def label() -> str:
@@ -52,9 +54,18 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
-    """Return `text` in lines of at most `width`, the second and later ones indented; a longer word keeps its length."""
+    """Return `text` in lines of at most `width`, the second and later ones indented; a longer word keeps its length.
+
+    Lines break at blanks, and not at non-breaking ones, which become blanks.
+    """
     options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, width, subsequent_indent=" " * indent, **options) or [""]
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, **options)
+    return [line.replace(_GLUE, " ") for line in lines] or [""]
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Return the parts that are not empty in one text, which `wrapped` breaks between them and not inside."""
+    return ", ".join(part.replace(" ", _GLUE) if len(part) <= _LONGEST_GLUED else part for part in parts if part)
 
 
 def short_path(path: str, width: int) -> str:

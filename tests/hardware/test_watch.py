@@ -143,7 +143,7 @@ def test_a_long_directory_loses_its_first_folders_and_no_word_is_broken(sources,
     shown = text_of(look(sources("rtx4090"), folder), 60)
 
     assert "…/someone/experiments/runs/a_run_with_quite_a_long_name" in shown
-    assert all(word in shown for word in ("A" * 30, "NVIDIA", "RTX", "available", "discrete"))
+    assert all(word in shown for word in ("A" * 30, "NVIDIA", "RTX", "available"))
     assert max(map(len, shown.splitlines())) <= 60
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from lightning_unified.cli.watch.snapshot import Snapshot
 from lightning_unified.hardware import DeviceUse, Figure
 from lightning_unified.status import RunRecord
-from lightning_unified.terminal import short_path, wrapped
+from lightning_unified.terminal import listed, short_path, wrapped
 from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["show"]
@@ -73,7 +73,7 @@ def _device(device: DeviceUse) -> str:
         f"{device.pool or 'unknown'} pool",
         device.name,
     ]
-    return ", ".join(part for part in parts if part)
+    return listed(parts)
 
 
 def _unknown(devices: Sequence[DeviceUse]) -> Iterator[str]:
@@ -106,23 +106,25 @@ def _progress(run: RunRecord) -> str:
         "" if run.seconds_per_step is None else f"{format_duration(run.seconds_per_step)}/step",
         "" if run.seconds_left is None else f"{format_duration(round(run.seconds_left))} left",
     ]
-    return ", ".join(part for part in parts if part)
+    return listed(parts)
 
 
 def _batch(run: RunRecord) -> str:
     figures = run.figures
-    sizes = f"batch {_count(figures.effective_batch_size)}, micro-batch {_count(figures.micro_batch_size)}"
-    return f"{sizes}, {figures.recoveries} {'recovery' if figures.recoveries == 1 else 'recoveries'}"
+    sizes = f"batch {_count(figures.effective_batch_size)}", f"micro-batch {_count(figures.micro_batch_size)}"
+    return listed([*sizes, f"{figures.recoveries} {'recovery' if figures.recoveries == 1 else 'recoveries'}"])
 
 
 def _memory(run: RunRecord) -> str:
     figures = run.figures
     share = _share(figures.peak_bytes, figures.budget_bytes)
-    budget = f"budget {format_bytes(figures.budget_bytes)}"
-    return (
-        f"allocated {format_bytes(figures.allocated_bytes)}, reserved {format_bytes(figures.reserved_bytes)}, "
-        f"peak {format_bytes(figures.peak_bytes)}{f' ({share} of the budget)' if share else ''}, {budget}"
-    )
+    parts = [
+        f"allocated {format_bytes(figures.allocated_bytes)}",
+        f"reserved {format_bytes(figures.reserved_bytes)}",
+        f"peak {format_bytes(figures.peak_bytes)}{f' ({share} of the budget)' if share else ''}",
+        f"budget {format_bytes(figures.budget_bytes)}",
+    ]
+    return listed(parts)
 
 
 def _share(part: int | None, whole: int | None) -> str:
