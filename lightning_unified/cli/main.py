@@ -15,9 +15,9 @@ __all__ = ["main"]
 _USAGE = """\
 usage: python -m lightning_unified COMMAND [arguments]
 
-  doctor   show this machine's memory and the tier that fits
-  plan     predict a step's memory; find the best plan
   train    train inside a memory budget
+  plan     predict a step's memory; find the best plan
+  doctor   show this machine's memory and the tier that fits
   watch    show memory, pressure and runs, live
   report   write runs as one HTML page
 
