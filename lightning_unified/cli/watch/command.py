@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # the reader closed the pipe; redirect, or Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    except SystemExit as ended:  # SIGTERM; or Rich, whose reader has closed the pipe
+        return 0 if isinstance(ended.__context__, BrokenPipeError) else int(ended.code or 0)
     return 0
 
 

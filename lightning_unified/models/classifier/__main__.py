@@ -16,7 +16,7 @@ from rich.console import Console
 from lightning_unified.models.classifier.inference import checkpoint
 from lightning_unified.models.classifier.inference.classify import Classification, classify
 from lightning_unified.models.classifier.inference.text_files import Given, read_texts
-from lightning_unified.models.commands import add_device, command_parser, run_command
+from lightning_unified.models.commands import add_device, command_parser, run_command, shows_colours
 
 __all__ = ["main"]
 
@@ -114,7 +114,7 @@ def _explain(options: argparse.Namespace) -> None:
     console = Console()
     for (source, _), one in zip(texts, found, strict=True):
         console.print(f"{source}: {render.summary(one)}", highlight=False, soft_wrap=True)
-        console.print(render.terminal(one), soft_wrap=True)
+        console.print(render.terminal(one, colours=shows_colours(console)), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
