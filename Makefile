@@ -49,10 +49,22 @@ clean: ## remove the environment (runs stay)
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3 python; do command -v $$p >/dev/null 2>&1 && $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
+# An environment that is there already keeps its Python: refuse another one, rather than ignore it.
+ifneq ($(origin PYTHON),file)
+OTHER := $(shell [ -x $(PY) ] && command -v $(PYTHON) >/dev/null && [ "$$($(PY) --version)" != "$$($(PYTHON) --version)" ] && $(PY) --version)
+ifneq ($(and $(OTHER),$(filter-out clean help lock,$(or $(MAKECMDGOALS),help))),)
+$(error PYTHON=$(PYTHON) is $(shell $(PYTHON) --version), and $(VENV) has $(OTHER); remove it by make clean, or leave PYTHON out)
+endif
+endif
+
 $(INSTALLED): requirements.lock pyproject.toml
-	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null; then \
+	@if [ -z "$(PYTHON)" ]; then \
 	  echo "Python 3.11, 3.12 or 3.13 is needed, with its venv module; found $$(python3 --version 2>&1 || echo none)." >&2; \
-	  echo "Install one, or name it: make train PYTHON=/path/to/python3.11" >&2; exit 2; fi
+	elif ! command -v $(PYTHON) >/dev/null 2>&1; then \
+	  echo "PYTHON=$(PYTHON): there is no such program; Python 3.11, 3.12 or 3.13 is needed." >&2; \
+	elif ! $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null; then \
+	  echo "PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11, 3.12 or 3.13 is needed." >&2; \
+	else exit 0; fi; echo "Install one, or name it: make train PYTHON=/path/to/python3.11" >&2; exit 2
 	@echo "Installing into $(VENV) with $$($(PYTHON) --version); this takes a minute or two."
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { echo "venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 2; }
 	@$(PY) -m pip install --quiet --requirement requirements.lock
