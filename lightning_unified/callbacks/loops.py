@@ -4,7 +4,7 @@ Source: lightning 2.6.6, `loops/training_epoch_loop.py`, `loops/fit_loop.py`, `l
 """
 
 from lightning import Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 __all__ = [
     "align_logged_step",

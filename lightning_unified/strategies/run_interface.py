@@ -5,8 +5,8 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_unified.cost_model import Plan
 from lightning_unified.hardware import Budget, Cap, Figure, Reading

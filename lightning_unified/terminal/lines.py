@@ -58,8 +58,8 @@ def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
 
     Lines break at blanks, and not at non-breaking ones, which become blanks.
     """
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, **options)
+    after = " " * indent
+    lines = textwrap.wrap(text, width, subsequent_indent=after, break_long_words=False, break_on_hyphens=False)
     return [line.replace(_GLUE, " ") for line in lines] or [""]
 
 

@@ -104,7 +104,7 @@ class PressureGuard(Callback):
         return ThrashWatch()
 
     @property
-    def level(self) -> str:
+    def pressure_level(self) -> str:
         """The newest sample's level; "unknown" outside `fit`."""
         return "unknown" if self._watch is None else self._watch.verdict.pressure.level
 

@@ -65,10 +65,15 @@ class _MemoryColumns(_Bar):
         return {**columns, **self._columns}
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        draws = is_live(sys.stdout) or not trainer.is_global_zero
-        self._lines = None if draws else ProgressLines(step=trainer.global_step, now=self.now())
-        super().on_train_start(trainer, pl_module)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._lines = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._lines is None and trainer.is_global_zero and not is_live(sys.stdout):
+            self._lines = ProgressLines(step=trainer.global_step, now=self.now())
 
     @override
     def on_train_batch_end(

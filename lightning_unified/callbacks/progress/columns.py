@@ -35,5 +35,5 @@ def memory_columns(trainer: Trainer, reading: Reading) -> dict[str, str]:
 def _pressure_level(trainer: Trainer) -> str | None:
     """Return the newest level that a `PressureGuard` has read, None without one."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    levels = (callback.level for callback in callbacks if isinstance(callback, PressureGuard))
+    levels = (callback.pressure_level for callback in callbacks if isinstance(callback, PressureGuard))
     return next((level for level in levels if level != "unknown"), None)
