@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ __all__ = ["STATE_VARIABLE", "RunFigures", "RunRecord", "RunStatus", "parse_reco
 
 STATE_VARIABLE = "LIGHTNING_UNIFIED_STATE_DIR"
 """Environment variable that names the state folder, in place of the platform's default."""
+
+_RECENT = 30  # records: the last minute at two seconds each, and so many steps if they take longer
 
 log = logging.getLogger("lightning_unified")
 
@@ -30,6 +33,8 @@ class RunFigures:
         module: Class name of the module in training.
         device: As torch writes it, within that process: `"cuda:0"`, `"mps"`, `"cpu"`.
         step: Number of optimizer steps done.
+        total_steps: Number of optimizer steps of the whole run.
+        loss: The loss of the last batch; "nan" or "inf" as text, because JSON has no such numbers.
         effective_batch_size: Rows of the batch the optimizer sees.
         micro_batch_size: Rows that run at once.
         allocated_bytes: Bytes of live tensors; on a CPU the resident bytes of the process.
@@ -44,6 +49,8 @@ class RunFigures:
     module: str
     device: str
     step: int
+    total_steps: int | None
+    loss: float | str | None
     effective_batch_size: int | None
     micro_batch_size: int | None
     allocated_bytes: int | None
@@ -63,6 +70,7 @@ class RunRecord:
         host: Machine of the process: several machines may share a home folder, and pids of different machines are unrelated.
         started: Start of the fit, ISO 8601 in UTC.
         updated: Time of writing, likewise.
+        seconds_per_step: Mean time of the last steps, with validation and saving; None before the second record.
         figures: State of the run at that time.
     """
 
@@ -70,12 +78,21 @@ class RunRecord:
     host: str
     started: str
     updated: str
+    seconds_per_step: float | None
     figures: RunFigures
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the last step at the present speed; None if unknown."""
+        figures = self.figures
+        if figures.total_steps is None or self.seconds_per_step is None:
+            return None
+        return max(0, figures.total_steps - figures.step) * self.seconds_per_step
 
     def as_json(self) -> dict[str, Any]:
         """Return one flat object for JSON; unknown is null."""
         record = asdict(self)
-        return {**record.pop("figures"), **record}
+        return {**record.pop("figures"), **record, "seconds_left": self.seconds_left}
 
 
 def parse_record(text: str) -> RunRecord | None:
@@ -126,6 +143,7 @@ class RunStatus:
         self._every_s = every_s
         self._next = 0.0
         self._started = _now()
+        self._progress: deque[tuple[float, int]] = deque(maxlen=_RECENT)
 
     def tell(self, figures: Callable[[], RunFigures]) -> None:
         """Write the result of `figures` if a write is due; otherwise do not call it."""
@@ -134,7 +152,9 @@ class RunStatus:
             return
         self._next = now + self._every_s
         try:
-            self._write(self._path, figures())
+            found = figures()
+            self._progress.append((now, found.step))
+            self._write(self._path, found)
         except Exception as error:
             log.debug("`watch` will not list this run: %s: %s", type(error).__name__, error)
             self.end()
@@ -150,8 +170,13 @@ class RunStatus:
             except OSError as error:
                 log.debug("%s stays: %s", each, error)
 
+    def _seconds_per_step(self) -> float | None:
+        (began, first), (ended, last) = self._progress[0], self._progress[-1]
+        return (ended - began) / (last - first) if last > first else None
+
     def _write(self, path: Path, figures: RunFigures) -> None:
-        record = RunRecord(pid=self._pid, host=self._host, started=self._started, updated=_now(), figures=figures)
+        own = {"pid": self._pid, "host": self._host, "started": self._started, "updated": _now()}
+        record = RunRecord(**own, seconds_per_step=self._seconds_per_step(), figures=figures)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text(json.dumps(record.as_json()))

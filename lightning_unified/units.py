@@ -1,10 +1,11 @@
-"""Units of bytes: constants, parsing and formatting."""
+"""Units: bytes parsed and formatted, durations formatted."""
 
+import math
 import re
 
 from lightning_unified.errors import BudgetError
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "parse_bytes"]
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_duration", "parse_bytes"]
 
 KIB = 2**10
 MIB = 2**20
@@ -54,3 +55,27 @@ def format_bytes(count: int | None) -> str:
         if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"
     return f"{count} B"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format a duration: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"22 min 30 s"`, `"3 h 5 min"`, `"unknown"` for None.
+
+    Example:
+        >>> format_duration(1350.4)
+        '22 min 30 s'
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "unknown"
+    if not seconds:
+        return "0 s"
+    if seconds < 0:
+        return f"-{format_duration(-seconds)}"
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1, 1e3, "ms"), (120, 1, "s")):
+        if float(shown := f"{seconds * factor:.3g}") < limit * factor:
+            return f"{float(shown):g} {unit}"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    days, rest = divmod(hours, 24)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{days} d {rest} h"

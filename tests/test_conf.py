@@ -295,3 +295,33 @@ def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused
     )
     with pytest.raises(ConfigurationError, match=r"model=wordle/qwen2_5_4b: .* did you mean wordle/qwen2_5_3b\?"):
         check_overrides(["model=wordle/qwen2_5_4b"], multirun=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "own"),
+    [
+        ("gearhead", set()),
+        ("classifier-tiny", {"early_stopping", "report"}),
+        ("compressor-smollm2", {"compression"}),
+        ("wordle-tiny", {"wordle"}),
+        ("wordle/qwen2_5_0_5b", {"wordle"}),
+    ],
+)
+def test_a_model_brings_its_own_callbacks(model, own):
+    default, plain, graphs, left_out = (
+        composed([f"model={model}", *more]).config.callbacks
+        for more in ([], ["callbacks=default"], ["callbacks=graphs"], ["~model_callbacks"])
+    )
+
+    assert set(default) - set(left_out) == own
+    assert default == plain
+    assert set(graphs) - set(default) == {"cuda_graphs"}
+    assert (default.checkpoint.monitor == "val/loss") == (not own - {"compression"})
+
+
+def test_callbacks_named_beside_their_model_are_the_same():
+    for model in ("classifier", "wordle"):
+        assert (
+            composed([f"model={model}", f"callbacks={model}"]).config.callbacks
+            == composed([f"model={model}"]).config.callbacks
+        )

@@ -21,6 +21,8 @@ FIGURES = RunFigures(
     module="BoringModel",
     device="cpu",
     step=3,
+    total_steps=100,
+    loss=0.5,
     effective_batch_size=32,
     micro_batch_size=4,
     allocated_bytes=1,
@@ -61,6 +63,20 @@ def test_between_two_writings_the_figures_are_not_even_asked_for(tmp_path, clock
 
     assert asked == [100.0, 102.0]
     assert only(tmp_path).figures.step == 2
+
+
+def test_speed_is_that_of_the_last_records_and_gives_the_time_left(tmp_path, clock):
+    status = RunStatus(tmp_path)
+    status.tell(lambda: FIGURES)
+    assert (only(tmp_path).seconds_per_step, only(tmp_path).seconds_left) == (None, None)
+    for at in range(1, 60):
+        clock[0] = 100.0 + 4 * at
+        status.tell(lambda at=at: replace(FIGURES, step=3 + at if at < 20 else 20 + 2 * (at - 19), total_steps=200))
+    record = only(tmp_path)
+
+    assert record.seconds_per_step == 2.0
+    assert record.seconds_left == 2.0 * (200 - record.figures.step)
+    assert record.as_json()["seconds_left"] == record.seconds_left
 
 
 def test_the_end_removes_the_file_and_nothing_comes_back(tmp_path, clock):

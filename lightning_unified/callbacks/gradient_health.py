@@ -18,6 +18,7 @@ from lightning_unified.errors import ConfigurationError, GradientError
 
 __all__ = ["GradientHealth"]
 
+_COUNTS = ("nonfinite_steps", "nan_steps", "inf_steps")
 _NAMED = 3  # parameters that a message names; it counts the others
 
 
@@ -43,6 +44,8 @@ class GradientHealth(Callback):
 
     Attributes:
         nonfinite_steps: Bad steps so far, as of the last reading.
+        nan_steps: Those with a NaN.
+        inf_steps: Those with an Inf; a step may have both.
 
     Raises:
         ConfigurationError: If an argument is less than 1.
@@ -55,22 +58,23 @@ class GradientHealth(Callback):
         self.patience = patience
         self.scaler_patience = scaler_patience
         self.check_every = check_every
-        self.nonfinite_steps = 0
-        self._before = 0  # bad steps of the resumed run
+        self.nonfinite_steps = self.nan_steps = self.inf_steps = 0
+        self._before = (0, 0, 0)  # the three counts of the resumed run
         self._watches: dict[int, _Watch] = {}
         self._warned_of_scale = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._before, self._watches, self._warned_of_scale = 0, {}, False
+        self._before, self._watches, self._warned_of_scale = (0, 0, 0), {}, False
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"nonfinite_steps": self._count()}
+        self._count()
+        return {name: getattr(self, name) for name in _COUNTS}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._before = state_dict["nonfinite_steps"]
+        self._before = tuple(state_dict.get(name, 0) for name in _COUNTS)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -85,7 +89,8 @@ class GradientHealth(Callback):
         self._read(trainer, pl_module, elements=[])  # gradients are clipped by now, so their elements are not counted
 
     def _count(self) -> int:
-        self.nonfinite_steps = self._before + sum(watch.history().bad_steps for watch in self._watches.values())
+        found = [self._before, *(watch.history().counts for watch in self._watches.values())]
+        self.nonfinite_steps, self.nan_steps, self.inf_steps = map(sum, zip(*found, strict=True))
         return self.nonfinite_steps
 
     def _read(self, trainer: Trainer, module: LightningModule, *, elements: list["_Elements"]) -> None:
@@ -141,19 +146,22 @@ class _Streak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _History:
-    bad_steps: int = 0
+    counts: tuple[int, int, int] = (0, 0, 0)  # steps with NaN or Inf, with NaN, with Inf
     current: _Streak = _Streak()
     longest: _Streak = _Streak()
 
     def followed_by(self, step: int, bad: tuple[tuple[Tensor, str], ...]) -> "_History":
         """Return the history with one more step, whose bad parameters are `bad`."""
         if not bad:
-            return _History(bad_steps=self.bad_steps, longest=self.longest)
+            return _History(counts=self.counts, longest=self.longest)
         length = self.current.length + 1
         first, parameters = (step, bad) if length == 1 else (self.current.first, self.current.parameters)
         current = _Streak(length=length, first=first, last=step, parameters=parameters)
         longest = current if length > self.longest.length else self.longest
-        return _History(bad_steps=self.bad_steps + 1, current=current, longest=longest)
+        steps, nan, inf = self.counts
+        kinds = {kind for _, kind in bad}
+        counts = (steps + 1, nan + ("NaN" in kinds), inf + ("Inf" in kinds))
+        return _History(counts=counts, current=current, longest=longest)
 
 
 class _Watch:

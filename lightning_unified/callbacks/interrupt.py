@@ -1,8 +1,10 @@
 """`GracefulInterrupt`: on a signal finish the step, save and stop; on a second, stop at once."""
 
+import contextlib
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_unified.callbacks.loops import call_off_validation, window_is_open
-from lightning_unified.callbacks.stopping import restore_limits, stop_cleanly
+from lightning_unified.callbacks.stopping import kept_state, restore_limits, stop_cleanly
+from lightning_unified.terminal import say
 
 __all__ = ["GracefulInterrupt"]
 
@@ -29,8 +32,8 @@ class GracefulInterrupt(Callback):
     `fit` normally. With `RunCheckpoint` the checkpoint is its `last.ckpt`. Otherwise `interrupted.ckpt` in `default_root_dir` holds
     Lightning's state, which is not enough for a bit-exact resume.
 
-    The second signal restores the handlers from before `fit` and raises the signal again under them. So does the first signal
-    before the first batch, when there is nothing to save.
+    The second signal names the newest checkpoint, restores the handlers from before `fit` and raises the signal again under them.
+    The first signal before the first batch does the same, because there is nothing to save.
 
     With several processes, a signal to one stops all after the same step; a running validation is finished.
 
@@ -43,6 +46,7 @@ class GracefulInterrupt(Callback):
 
     Attributes:
         signal: The signal that stopped the last `fit`: SIGINT, SIGTERM, or None.
+        is_forced: Whether a second signal ended it at once.
 
     Source:
         lightning/pytorch/trainer/connectors/signal_connector.py for when Lightning registers and restores handlers (2.6.6).
@@ -51,6 +55,8 @@ class GracefulInterrupt(Callback):
     def __init__(self, *, resume_command: str | None = None) -> None:
         self.resume_command = resume_command
         self.signal: signal.Signals | None = None
+        self.is_forced = False
+        self._trainer: weakref.ref[Trainer] | None = None
         self._before: dict[signal.Signals, _Handler] = {}
         self._running = False
         self._process = os.getpid()
@@ -59,13 +65,14 @@ class GracefulInterrupt(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy in another process, which handles no signals there."""
-        return {**vars(self), "_before": {}, "_running": False}
+        return {**vars(self), "_before": {}, "_running": False, "_trainer": None}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.signal, self._running, self._saved = None, False, ""
+        self.signal, self.is_forced, self._running, self._saved = None, False, False, ""
+        self._trainer = weakref.ref(trainer)
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn(
@@ -117,9 +124,8 @@ class GracefulInterrupt(Callback):
         restore_limits(trainer)
         if self._saved and trainer.is_global_zero and self.signal is not None:
             command = self.resume_command or f'trainer.fit(module, ckpt_path="{self._saved}")'
-            print(
-                f"Stopped by {self.signal.name} after step {trainer.global_step}. Saved {self._saved}\nGo on with: {command}",
-                flush=True,
+            say(
+                f"Stopped by {self.signal.name} after step {trainer.global_step}. Saved {self._saved}\nGo on with: {command}"
             )
 
     @override
@@ -148,11 +154,14 @@ class GracefulInterrupt(Callback):
             return  # a forked loader worker ends with its owner
         if self._running and self.signal is None:
             self.signal = signal.Signals(number)
-            # Write directly: the signal may have interrupted a print.
-            os.write(
-                2, f"\n{self.signal.name}: finishing this step, then saving. Once more to stop at once.\n".encode()
-            )
+            _write(f"{self.signal.name}: finishing this step, then saving. Once more to stop at once.")
             return
+        trainer = None if self._trainer is None else self._trainer()
+        if self._running and trainer is not None:
+            self.is_forced = True
+            if trainer.is_global_zero:
+                kept = kept_state(trainer, command=self.resume_command)
+                _write(f"{signal.Signals(number).name} again: stopping at once. {kept}")
         # Lightning's teardown after an exception restores this handler; it must not swallow signals then either.
         self._hand_back()
         signal.raise_signal(number)
@@ -164,3 +173,9 @@ class GracefulInterrupt(Callback):
             number = int(trainer.strategy.reduce(mine, reduce_op="max"))
             self.signal = signal.Signals(number) if number else None
         return self.signal is not None
+
+
+def _write(text: str) -> None:
+    """Write to standard error past Python's buffers: the signal may have interrupted a print."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

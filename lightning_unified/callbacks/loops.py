@@ -4,6 +4,7 @@ Source: lightning 2.6.6, `loops/training_epoch_loop.py`, `loops/fit_loop.py`, `l
 """
 
 from lightning import Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 __all__ = [
     "align_logged_step",
@@ -12,6 +13,7 @@ __all__ = [
     "is_trial",
     "logged_step",
     "resumes_after_an_epochs_last_batch",
+    "total_steps",
     "validation_is_complete",
     "validation_is_due",
     "will_stop",
@@ -37,6 +39,14 @@ def align_logged_step(trainer: Trainer) -> None:
     """
     if trainer.lightning_module.automatic_optimization:
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def total_steps(trainer: Trainer) -> float:
+    """Return the number of optimizer steps of the whole fit, infinite if unknown."""
+    try:
+        return trainer.estimated_stepping_batches
+    except MisconfigurationException:  # accumulation that changes with the epoch
+        return float("inf")
 
 
 def window_is_open(trainer: Trainer) -> bool:

@@ -9,7 +9,7 @@ from lightning import Trainer
 
 from lightning_unified.callbacks.checkpoint.run_checkpoint import RunCheckpoint
 
-__all__ = ["restore_limits", "run_checkpoint", "stop_cleanly"]
+__all__ = ["kept_state", "restore_limits", "run_checkpoint", "stop_cleanly"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,17 @@ def run_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
     """Return the run's `RunCheckpoint`, or None. It saves after all other callbacks of a batch."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     return next((callback for callback in callbacks if isinstance(callback, RunCheckpoint)), None)
+
+
+def kept_state(trainer: Trainer, *, command: str | None) -> str:
+    """Return which state of the run is on the disk, and how to go on from it."""
+    own = run_checkpoint(trainer)
+    if own is None or own.saved_step is None:
+        return "No checkpoint was saved yet."
+    command = command or f'trainer.fit(module, ckpt_path="{own.last_model_path}")'
+    return (
+        f"Kept: {own.last_model_path} of step {own.saved_step}, of {trainer.global_step} done.\nGo on with: {command}"
+    )
 
 
 def stop_cleanly(trainer: Trainer, *, otherwise: str) -> str:

@@ -8,7 +8,7 @@ from lightning_unified.cli.config.bounded_files import printable
 from lightning_unified.cli.config.extras import extra_for, missing_packages
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
-__all__ = ["DEBUG_VARIABLE", "INTERRUPTED", "TERMINATED", "explain", "report_failure"]
+__all__ = ["DEBUG_VARIABLE", "INTERRUPTED", "TERMINATED", "explain", "report_failure", "report_interrupt"]
 
 DEBUG_VARIABLE = "LIGHTNING_UNIFIED_DEBUG"
 TERMINATED = 128 + 15
@@ -19,8 +19,6 @@ _LONGEST_LINE = 400
 
 def explain(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the message for `error`."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted before there was anything to save"
     if isinstance(error, LightningUnifiedError):
         return error.exit_code, str(error)
     for package in missing_packages(error):
@@ -35,6 +33,8 @@ def report_failure(error: BaseException) -> int:
 
     `LIGHTNING_UNIFIED_DEBUG=1` adds the traceback.
     """
+    if isinstance(error, KeyboardInterrupt):
+        return report_interrupt()
     code, text = explain(error)
     if os.environ.get(DEBUG_VARIABLE, "0") not in {"", "0"}:
         traceback.print_exception(error)
@@ -44,9 +44,16 @@ def report_failure(error: BaseException) -> int:
     ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"… {len(lines) - _MOST_LINES + 1} more lines"]
-    if not isinstance(error, (LightningUnifiedError, KeyboardInterrupt)):
+    if not isinstance(error, LightningUnifiedError):
         lines.append(f"{DEBUG_VARIABLE}=1 shows the traceback.")
     prefix = "error" if code != 2 else "this cannot be run"
     sys.stderr.write(f"{prefix}: " + "\n  ".join(lines) + "\n")
     sys.stderr.flush()
     return code
+
+
+def report_interrupt(kept: str = "") -> int:
+    """Print to standard error that Ctrl-C ended the command, and what is `kept`; return the exit code."""
+    sys.stderr.write(f"\ninterrupted: {kept or 'nothing was saved'}\n")
+    sys.stderr.flush()
+    return INTERRUPTED

@@ -1,21 +1,28 @@
-"""Entry point of `python -m lightning_unified`: dispatch to train (the default) or another command."""
+"""Entry point of `python -m lightning_unified`: dispatch to a command; overrides without one go to train."""
 
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, RunError
+from lightning_unified.terminal import lasting_output
 
 __all__ = ["main"]
 
 _USAGE = """\
-python -m lightning_unified [train] [overrides …]   train inside a memory budget; train --help lists groups and keys
-python -m lightning_unified plan [overrides …]      predict the peak of a step, choose the best plan that fits, compare machines
-python -m lightning_unified doctor [--json]         show this machine's memory, capabilities, and the memory tier that fits
-python -m lightning_unified watch [--once] [--json] show pools, pressure, swap, GPU use, and the runs on this machine, live
-python -m lightning_unified report DIR [DIR …]      write runs as one HTML page: memory, the plan, losses, side by side
+usage: python -m lightning_unified COMMAND [arguments]
+
+  train    train inside a memory budget
+  plan     predict a step's memory; find the best plan
+  doctor   show this machine's memory and the tier that fits
+  watch    show memory, pressure and runs, live
+  report   write runs as one HTML page
+
+COMMAND --help tells more. For example:
+  python -m lightning_unified train memory=debug
 """
 
 
@@ -35,17 +42,30 @@ def _run(command: str, arguments: list[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named first in `arguments` (default: `sys.argv`) and return its exit code.
 
-    Overrides without a command go to `train`.
+    Overrides without a command go to `train`. Without any argument, show the commands.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    first = given[0] if given else ""
+    try:
+        if given[:1] == ["watch"]:  # it ends once its reader is gone
+            return _run("watch", given[1:])
+        with lasting_output() as output:
+            code = _dispatch(given)
+        if code == 0 and given[:1] != ["train"] and output.failure is not None:
+            _check_written(output.failure)
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)
+
+
+def _dispatch(given: list[str]) -> int:
+    first = given[0] if given else "help"
     if first in {"-h", "--help", "help"}:
         sys.stdout.write(_USAGE)
         return 0
     try:
         if first in _COMMANDS:
             return _run(first, given[1:])
-        if not first or first.startswith("-") or "=" in first:
+        if first.startswith("-") or "=" in first:
             return _run("train", given)
         near = difflib.get_close_matches(first, _COMMANDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
@@ -54,3 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
+
+
+def _check_written(failure: OSError) -> None:
+    """Raise an error for a result that was not written; a reader that has read enough is no error."""
+    if failure.errno != errno.EPIPE:
+        raise RunError(f"standard output could not be written: {failure.strerror or failure}; free some space.")

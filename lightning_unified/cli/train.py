@@ -18,12 +18,13 @@ from omegaconf import DictConfig
 from lightning_unified.cli.config.composition import CONFIG_NAME, PACKAGED, searching
 from lightning_unified.cli.config.help import help_text
 from lightning_unified.cli.config.nearest import did_you_mean
-from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides, quoted, with_quoted_paths
 from lightning_unified.cli.config.resume import SavedRun, find_run, merged_overrides
 from lightning_unified.cli.config.sweeper import register as register_sweeper
 from lightning_unified.cli.config.trust import FLAG
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.terminal import lasting_output
 
 __all__ = ["train"]
 
@@ -36,13 +37,17 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
         config_path: The configuration: a folder or `pkg://package.name`.
         program: The arguments to Python that start this command, for the help and the resume command.
     """
-    program = f"{_interpreter()} {program}"
+    with lasting_output():
+        return _train(arguments, config_path=config_path, program=f"{_interpreter()} {program}")
+
+
+def _train(arguments: Sequence[str], *, config_path: str, program: str) -> int:
     try:
         accept_lazy_help()
         register_sweeper()
         trusted = FLAG in arguments
         arguments = [argument for argument in arguments if argument != FLAG]
-        flags, unknown = get_args_parser().parse_known_args(arguments)
+        flags, unknown = get_args_parser().parse_known_args(with_quoted_paths(arguments))
         if unknown:
             raise ConfigurationError(
                 f"{unknown[0]}: there is no such flag{did_you_mean(unknown[0], ['--multirun', '--help', '--cfg', '--info', '--config-dir', FLAG])} "
@@ -122,13 +127,9 @@ def _with_run(overrides: Sequence[str], saved: SavedRun | None) -> list[str]:
     ]
     return [
         *merged_overrides(saved.overrides, overrides),
-        f"resume={_quoted(saved.directory)}",
-        *(own or [f"run_dir={_quoted(saved.directory)}"]),
+        f"resume={quoted(saved.directory)}",
+        *(own or [f"run_dir={quoted(saved.directory)}"]),
     ]
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _run(
@@ -157,7 +158,7 @@ def _run(
     flags += [] if saved is None else ["hydra.output_subdir=null"]
     folder = _sweep_folder(overrides)
     named = [
-        f"hydra.sweep.dir={_quoted(folder)}",
+        f"hydra.sweep.dir={quoted(folder)}",
         f"hydra.job.config.override_dirname.exclude_keys=[{','.join(_fixed_keys(overrides))}]",
     ]
     code = _hydra([*flags, *overrides, *(named if multirun else [])], config_path, task)

@@ -20,7 +20,7 @@ from lightning_unified.cost_model.candidates import Candidate, Choice, Option, S
 from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.trace.trace import Trace
-from lightning_unified.units import format_bytes
+from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["Candidate", "Choice", "Option", "Sizes", "search", "what_would_fit"]
 
@@ -246,18 +246,14 @@ def _reason(
     splits: list[tuple[int, ...]],
 ) -> str:
     text = (
-        f"{best.describe()}: {_time(best.seconds)} a step predicted, {format_bytes(best.reserved_bytes)} of "
+        f"{best.describe()}: {format_duration(best.seconds)} a step predicted, {format_bytes(best.reserved_bytes)} of "
         f"{format_bytes(budget_bytes)}"
     )
     if others:
-        text += f"; next, {others[0].describe()}: {_time(others[0].seconds)}"
+        text += f"; next, {others[0].describe()}: {format_duration(others[0].seconds)}"
     if own_bytes > budget_bytes:
         text += (
             f"; {'the whole batch' if len(splits[0]) == 1 else f'{splits[0][0]} rows'} at once, activation checkpointing: {own.recompute}, "
             f"would take {format_bytes(own_bytes)} or more"
         )
     return text
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

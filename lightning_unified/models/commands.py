@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["add_device", "command_parser", "read_text", "run_command"]
+from rich.console import Console
+
+__all__ = ["add_device", "command_parser", "read_text", "run_command", "shows_colours"]
 
 
 def command_parser(
@@ -42,6 +44,12 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     run: Callable[[argparse.Namespace], None] = options.run
     try:
         run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has read enough; redirect, or Python would report it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as end:  # Rich's way to end a command whose reader has read enough
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
     except (ValueError, FileNotFoundError) as error:
         return _fail(error, code=2)
     except (RuntimeError, OSError) as error:
@@ -54,6 +62,11 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
             raise
         print()
     return 0
+
+
+def shows_colours(console: Console) -> bool:
+    """Return whether colours are seen: on a terminal that has them, and without NO_COLOR."""
+    return console.color_system is not None and not console.no_color
 
 
 def read_text(path: Path) -> str:

@@ -25,6 +25,7 @@ from lightning_unified.planner.step_traces import BatchRows, CountedMemory
 from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
+from lightning_unified.terminal import activity
 from lightning_unified.units import format_bytes
 
 __all__ = ["FirstValidation", "ValidationPlan", "outline", "plan_validation", "with_generation"]
@@ -185,7 +186,8 @@ class FirstValidation:
         light = outline(batch)
         self._largest = self._largest if light is None else (light, shape)
         known = batch if light is None else light  # a dry run keeps its batch alive until garbage is collected
-        self._plan(known, shape, limit=limit, factor=factor)
+        with activity("planning the validation step"):
+            self._plan(known, shape, limit=limit, factor=factor)
 
     def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
         """Keep the training batch, and plan validation again if its memory changed."""

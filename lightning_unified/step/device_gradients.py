@@ -18,6 +18,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
 from lightning_unified.step.split import bounds, split_rows
+from lightning_unified.terminal import activity
 from lightning_unified.units import format_bytes
 
 __all__ = ["DeviceGradientCheck"]
@@ -69,7 +70,9 @@ class DeviceGradientCheck:
         self._changes = self._changes or is_split
         if self._changes and rows not in self._seen:
             self._seen.add(rows)
-            self._tell(rows, self._compared(kwargs, rows, of=shape.rows))
+            with activity("comparing gradients with the CPU's"):
+                found = self._compared(kwargs, rows, of=shape.rows)
+            self._tell(rows, found)
 
     def _tell(self, rows: int, found: float | str) -> None:
         if isinstance(found, str):

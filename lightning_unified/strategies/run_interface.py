@@ -1,7 +1,11 @@
 """The public interface of a unified strategy for callbacks, modules and users."""
 
+import math
 from pathlib import Path
 
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 
 from lightning_unified.cost_model import Plan
@@ -57,7 +61,7 @@ class RunInterface(Strategy):
     def run_figures(self) -> RunFigures:
         """Return the figures of this run that `lightning-unified watch` shows.
 
-        It reads counters only and never waits for the device.
+        Reading the loss waits for the last batch, once every two seconds.
         """
         module, reading, peak = self.lightning_module, self.reading(), self.measured_peak()
         assert module is not None
@@ -67,6 +71,8 @@ class RunInterface(Strategy):
             module=type(module).__name__,
             device=self.told_device,
             step=module.trainer.global_step,
+            total_steps=_total_steps(module.trainer),
+            loss=_last_loss(module.trainer),
             effective_batch_size=self.effective_batch_size,
             micro_batch_size=self.micro_batch_size,
             allocated_bytes=reading.allocated.bytes,
@@ -162,3 +168,23 @@ class RunInterface(Strategy):
     def events(self) -> list[str]:
         """The memory events of the run, as sentences."""
         return self.policy.events
+
+
+def _total_steps(trainer: L.Trainer) -> int | None:
+    try:
+        total = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # accumulation that changes with the epoch
+        return None
+    return int(total) if math.isfinite(total) and total > 0 else None
+
+
+def _last_loss(trainer: L.Trainer) -> float | str | None:
+    """Return the last batch's loss; without one, the training loss that the module logged."""
+    loss = getattr(trainer.fit_loop.epoch_loop.automatic_optimization, "last_loss", None)
+    if loss is None:
+        logged = {name: value for name, value in trainer.callback_metrics.items() if "loss" in name.lower()}
+        loss = next((value for name, value in logged.items() if not name.lower().startswith(("val", "test"))), None)
+    if not isinstance(loss, (int, float, torch.Tensor)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+        return None
+    value = float(loss)
+    return value if math.isfinite(value) else str(value)

@@ -80,7 +80,7 @@ def test_bad_steps_are_counted_once_each(small_run, tmp_path):
     health = GradientHealth(check_every=3)
     train(small_run, tmp_path, health, {2: math.nan, 4: math.inf, 5: -math.inf, 10: math.nan})
 
-    assert health.nonfinite_steps == 4
+    assert (health.nonfinite_steps, health.nan_steps, health.inf_steps) == (4, 2, 2)
 
 
 def test_the_count_is_logged_at_each_reading_with_elements_of_a_bad_step(small_run, tmp_path):
@@ -134,13 +134,13 @@ def test_a_step_done_again_counts_as_it_ended():
     watch = _Watch(50)
     watch.note(1, step_with([torch.tensor([math.nan])]))
     watch.note(1, step_with([torch.tensor([math.nan])]))
-    assert watch.history().bad_steps == 1
+    assert watch.history().counts == (1, 1, 0)
 
     watch.note(1, step_with([torch.tensor([1.0])]))
 
-    assert watch.history().bad_steps == 0
+    assert watch.history().counts == (0, 0, 0)
     watch.note(2, step_with([torch.tensor([math.inf])]))
-    assert watch.history().bad_steps == watch.history().bad_steps == 1
+    assert watch.history().counts == watch.history().counts == (1, 0, 1)
 
 
 def test_the_device_is_not_waited_for_between_readings(monkeypatch):
@@ -193,9 +193,9 @@ def test_sparse_empty_and_missing_gradients_are_understood():
     watch = _Watch(3)
     watch.note(1, optimizer)
 
-    assert watch.history().bad_steps == 1
+    assert watch.history().counts == (1, 1, 0)
     watch.note(2, step_with([torch.zeros(0)]))
-    assert watch.history().bad_steps == 1
+    assert watch.history().counts == (1, 1, 0)
 
 
 def test_steps_beyond_the_capacity_are_read_early_and_not_lost():
@@ -213,7 +213,7 @@ def test_the_count_goes_on_after_a_resume(small_run, tmp_path):
     second.setup(None, None, "fit")
     second.load_state_dict(first.state_dict())
 
-    assert second.state_dict() == {"nonfinite_steps": 1}
+    assert second.state_dict() == {"nonfinite_steps": 1, "nan_steps": 1, "inf_steps": 0}
 
 
 class Scaler:

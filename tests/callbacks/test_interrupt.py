@@ -64,7 +64,10 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path):
     killed = run_script(tmp_path, "--kill-at", "7", "--signals", "2")
 
     assert killed.returncode == -signal.SIGTERM
-    assert not (tmp_path / "last.ckpt").exists() or torch.load(tmp_path / "last.ckpt")["global_step"] < 7
+    saved = torch.load(tmp_path / "last.ckpt")["global_step"]
+    said = f"SIGTERM again: stopping at once. Kept: {tmp_path / 'last.ckpt'} of step {saved}, of 7 done."
+    assert f"{said}\nGo on with: python small_run.py --resume" in killed.stderr
+    assert saved < 7
     assert not list(tmp_path.glob(".*partial"))
 
 

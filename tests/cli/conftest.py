@@ -35,6 +35,7 @@ def call(monkeypatch, capfd, *arguments, config_path=CONF):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr("lightning_unified.cli.train._interpreter", lambda: "python")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("lightning_unified.terminal.activities._AFTER_S", 3600.0)  # a busy machine writes no more
     capfd.readouterr()
     code = train(list(arguments), config_path=config_path)
     return Done(code, *capfd.readouterr())

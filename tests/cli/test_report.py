@@ -3,12 +3,14 @@
 import json
 import re
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from lightning_unified.cli.main import main
+from lightning_unified.cli.report.command import _beside
 from lightning_unified.cli.report.command import main as report
 from lightning_unified.cli.report.html.page import page
 from lightning_unified.cli.report.html.scale import amount, labels, ticks
@@ -295,7 +297,7 @@ def test_several_runs_stand_side_by_side_with_what_differs(tmp_path):
     text, tree = read_page(one, two)
     differing = re.findall(r"<th scope=row><code>([^<]*)</code></th><td>([^<]*)</td><td>([^<]*)</td>", text)
 
-    assert differing == [("memory.budget", "4GiB", "8GiB"), ("seed", "–", "3")]
+    assert differing == [("memory.budget", "4GiB", "8GiB"), ("seed", "not set", "3")]
     assert "<b>4.750</b></td><td><b>4.500</b>" in text
     assert "train/loss" in tree.text and 'stroke="var(--run-1)"' in text
 
@@ -385,6 +387,15 @@ def test_the_runs_of_a_sweep_stand_in_order_of_their_loss_with_what_was_varied(t
     ]
 
 
+def test_a_value_that_a_run_was_not_given_is_that_of_its_configuration(tmp_path):
+    given = {"one": ("seed: 7\n", []), "two": ("seed: 9\n", ["seed=9"]), "three": ("seed: 7\n", ["memory=small"])}
+    runs = [replace(run_of(tmp_path / name, config=text), overrides=own) for name, (text, own) in given.items()]
+    section = read_page(*runs)[0].split("Varied settings")[1].split("<h2>Memory</h2>")[0]
+
+    assert ">7<" in section and ">9<" in section
+    assert "default" in section and "–" not in section
+
+
 def test_the_loss_is_drawn_over_each_number_that_was_varied(tmp_path):
     text = sweep_page(tmp_path, {("1e-5", 1): 0.75, ("1e-4", 1): 0.5, ("1e-3", 1): 0.25})
     chart = re.search(r'<figure class="plot versus">.*?</figure>', text).group()
@@ -453,12 +464,20 @@ def test_the_page_of_one_run_goes_into_its_directory(tmp_path, capsys):
     assert str(folder / "report.html") in capsys.readouterr().out
 
 
-def test_the_page_of_several_goes_where_it_is_called(tmp_path, monkeypatch):
-    folders = [str(make(tmp_path / name)) for name in ("one", "two")]
-    monkeypatch.chdir(tmp_path)
+def test_the_page_of_several_goes_beside_them_and_not_where_it_is_called(tmp_path, monkeypatch):
+    folders = [str(make(tmp_path / "runs" / name)) for name in ("net/one", "sweep/two")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
     assert report(folders) == 0
-    assert "2 runs" in (tmp_path / "report.html").read_text()
+    assert "2 runs" in (tmp_path / "runs/report.html").read_text()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_runs_without_a_folder_in_common_have_their_page_beside_the_first():
+    runs = [Path("/scratch/one/run"), Path("/home/two/run")]
+
+    assert _beside(runs, given=["a", "b"]) == Path("/scratch/one/report.html")
 
 
 def test_open_shows_the_page(tmp_path, monkeypatch):

@@ -81,8 +81,9 @@ def test_a_live_watch_prints_line_after_line_until_it_is_stopped_without_a_word(
     assert (process.returncode, err) == (code, "")
 
 
-def test_a_reader_that_has_enough_is_no_failure():
-    process = start("--json", "--every", "0.1")
+@pytest.mark.parametrize("form", [["--json"], slow([])])
+def test_a_reader_that_has_enough_is_no_failure(form):
+    process = start(*form, "--every", "0.1")
     process.stdout.readline()
     process.stdout.close()
 

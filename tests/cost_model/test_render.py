@@ -10,11 +10,12 @@ from lightning_unified.cost_model.generation import Generated, Generation
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render import MachinePlan, does_fit, sheet_of, to_markdown, to_png, to_terminal
-from lightning_unified.cost_model.render.facts import format_seconds, format_share
+from lightning_unified.cost_model.render.facts import format_share
 from lightning_unified.cost_model.render.tables import categories_table, generation_table, instants_table
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Watermarks
+from lightning_unified.units import format_duration
 
 MIB, GIB = 2**20, 2**30
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -271,10 +272,20 @@ def test_a_picture_in_a_folder_that_is_a_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "unknown"), (8.5e-4, "850 µs"), (0.0123, "12.3 ms"), (4.56, "4.56 s"), (200, "3 min 20 s")],
+    [
+        (None, "unknown"),
+        (8.5e-4, "850 µs"),
+        (0.0123, "12.3 ms"),
+        (4.56, "4.56 s"),
+        (200, "3 min 20 s"),
+        (1350.4, "22 min 30 s"),
+        (11111, "3 h 5 min"),
+        (0.9999, "1 s"),
+        (119.9, "2 min 0 s"),
+    ],
 )
 def test_seconds_read_as(seconds, text):
-    assert format_seconds(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("share", "text"), [(0.004, "0.4 %"), (0.66, "66 %"), (1.2, "120 %"), (28.0, "28 ×")])

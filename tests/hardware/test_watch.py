@@ -37,6 +37,8 @@ def record(**changes):
         module="GearHead",
         device="cuda:0",
         step=12345,
+        total_steps=20000,
+        loss=2.3125,
         effective_batch_size=64,
         micro_batch_size=16,
         allocated_bytes=3 * GIB,
@@ -46,7 +48,13 @@ def record(**changes):
         budget_bytes=8 * GIB,
         recoveries=2,
     )
-    own = {"pid": os.getpid(), "host": platform.node(), "started": minutes_ago(9), "updated": minutes_ago(0)}
+    own = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "started": minutes_ago(9),
+        "updated": minutes_ago(0),
+        "seconds_per_step": 0.2,
+    }
     return RunRecord(
         **{**own, **{name: value for name, value in changes.items() if name in own}},
         figures=replace(figures, **{name: value for name, value in changes.items() if name not in own}),
@@ -88,7 +96,7 @@ def sources(machine):
 
 def text_of(snapshot, width):
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(show(snapshot))
+    console.print(show(snapshot, width=width))
     return console.export_text()
 
 
@@ -102,7 +110,7 @@ def alive(sources, folder):
     return [each.pid for each in running(folder, sources)]
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("name", ["rtx4090", "gb10", "strix_halo", "m4_pro", "bare"])
 def test_the_view_fits_its_terminal_and_cuts_no_figure(sources, runs, name, width):
     folder = runs(record(), record(step=7, effective_batch_size=None, micro_batch_size=None, reserved_bytes=None))
@@ -120,8 +128,39 @@ def test_the_view_fits_its_terminal_and_cuts_no_figure(sources, runs, name, widt
         "6.00 GiB",
         "12,345",
         "micro-batch",
+        "12,345 of 20,000 (62%)",
+        "loss 2.312",
+        "200 ms/step",
+        "25 min 31 s left",
     ):
-        assert words in shown, words
+        assert words in " ".join(shown.split()), words
+
+
+def test_a_long_directory_loses_its_first_folders_and_no_word_is_broken(sources, runs):
+    folder = runs(
+        record(directory="/scratch/users/someone/experiments/runs/a_run_with_quite_a_long_name", module="A" * 30)
+    )
+    shown = text_of(look(sources("rtx4090"), folder), 60)
+
+    assert "…/someone/experiments/runs/a_run_with_quite_a_long_name" in shown
+    assert all(word in shown for word in ("A" * 30, "NVIDIA", "RTX", "available"))
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": "nan"}, "loss nan"),
+        ({"loss": None, "total_steps": None}, "step 12,345, loss unknown, 200 ms/step"),
+        ({"seconds_per_step": None}, "(62%), loss 2.312"),
+        ({"recoveries": 1}, "1 recovery"),
+    ],
+)
+def test_unknown_progress_is_said_or_left_out(sources, runs, changes, said):
+    shown = text_of(look(sources("bare"), runs(record(**changes))), 120)
+
+    assert said in shown
+    assert (" left" in shown) == (not {"total_steps", "seconds_per_step"} & set(changes))
 
 
 def test_a_box_with_two_cards_shows_the_host_and_both(sources):

@@ -1,12 +1,16 @@
 """What the models share: names imported on first use, and checks of numbers, sizes and tokenizers."""
 
+import io
+import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from lightning_unified.models import gearhead
 from lightning_unified.models.choices import check_numbers
+from lightning_unified.models.commands import shows_colours
 from lightning_unified.models.plain_checkpoint import check_same_sizes, check_vocabulary
 
 
@@ -14,6 +18,26 @@ def test_importing_the_models_packages_imports_neither_torch_nor_lightning():
     names = "classifier, compressor, gearhead, wordle"
     code = f"import sys\nfrom lightning_unified.models import {names}\nassert not {{'torch', 'lightning'}} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "seen"),
+    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({}, False, False), ({"TERM": "dumb"}, True, False)],
+)
+def test_colours_are_seen_on_a_terminal_that_has_them(environment, terminal, seen):
+    console = Console(force_terminal=terminal, file=io.StringIO(), _environ={"TERM": "xterm-256color", **environment})
+
+    assert shows_colours(console) == seen
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_command_without_a_word():
+    end, other = os.pipe()
+    os.close(end)
+    command = [sys.executable, "-m", "lightning_unified.models.wordle", "solve", "--secret", "crane"]
+    done = subprocess.run(command, stdout=other, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(other)
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_unknown_name_of_a_model_is_refused_with_those_it_offers():

@@ -132,7 +132,7 @@ def _commands(main: Callable[[list[str]], int]) -> list[str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main(["--help"])
-    return re.findall(r"^python -m lightning_unified \[?(\w+)", printed.getvalue(), re.MULTILINE)
+    return re.findall(r"^  (\w+) {2,}", printed.getvalue(), re.MULTILINE)
 
 
 def _parser_of(run: Callable[[], object]) -> argparse.ArgumentParser:

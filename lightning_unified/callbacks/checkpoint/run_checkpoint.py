@@ -96,6 +96,11 @@ class RunCheckpoint(Checkpoint):
         """The file with the best `monitor`, or `""` while there is none; `Trainer(ckpt_path="best")` reads it."""
         return self._files.path_if_here(BEST)
 
+    @property
+    def saved_step(self) -> int | None:
+        """The optimizer step of `last_model_path`, None while there is no file."""
+        return self._saved_step if self.last_model_path else None
+
     def request(self) -> None:
         """Request a `last.ckpt` at the end of this batch; call it from a callback's `on_train_batch_end`.
 

@@ -39,8 +39,6 @@ log = logging.getLogger("lightning_unified")
 class PressureGuard(Callback):
     """Give memory back in rungs, one per batch, while the operating system reports memory pressure.
 
-    The rungs:
-
     1. Log a warning.
     2. Clear caches.
     3. Shrink the micro-batch, if the strategy has `shrink(reason) -> bool`. On the way down `grow(reason) -> bool` undoes it.
@@ -57,8 +55,7 @@ class PressureGuard(Callback):
     Steps that take three times as long as before, while memory is paged, are thrashing. The guard then logs one message with
     advice, and every sample counts as critical until a step is quick again.
 
-    The effective batch stays, and so does the training result. With several processes, pressure on one makes all act after the same
-    batch.
+    The training result stays the same. With several processes, pressure on one makes all act after the same batch.
 
     Args:
         every_s: Seconds between samples.
@@ -105,6 +102,11 @@ class PressureGuard(Callback):
     def thrash_watch(self) -> ThrashWatch:
         """Return the object that times the batches of a fit; tests override this method."""
         return ThrashWatch()
+
+    @property
+    def pressure_level(self) -> str:
+        """The newest sample's level; "unknown" outside `fit`."""
+        return "unknown" if self._watch is None else self._watch.verdict.pressure.level
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -52,5 +52,9 @@ def help_text(program: str, overrides: Sequence[str], *, multirun: bool = False)
 
 def groups_in_words() -> str:
     """Return a line for each group that a user chooses from; call it inside `searching`."""
-    shown = {name: choices for name, choices in sorted(groups().items()) if not name.startswith(("hydra", "platform"))}
+    shown = {
+        name: choices
+        for name, choices in sorted(groups().items())
+        if not name.startswith(("hydra", "model_callbacks", "platform"))
+    }
     return "\n".join(f"  {name:<11}{', '.join(choices)}" for name, choices in shown.items())

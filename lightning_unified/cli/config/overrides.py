@@ -1,6 +1,7 @@
 """Check every override before anything runs, and name the nearest valid group, choice or key."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -12,7 +13,10 @@ from lightning_unified.cli.config.composition import Composed, composed, flat, g
 from lightning_unified.cli.config.nearest import did_you_mean, nearest
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["check_overrides", "key_of", "parse_overrides", "single_run", "swept_values"]
+__all__ = ["check_overrides", "key_of", "parse_overrides", "quoted", "single_run", "swept_values", "with_quoted_paths"]
+
+
+_PATHS = ("resume", "run_dir")
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -33,6 +37,31 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
                 "a value with unusual characters within quotes of its own, as in 'run_dir=\"été\"'."
             ) from error
     return parsed
+
+
+def quoted(path: str | Path) -> str:
+    """Return `path` in quotes, as Hydra's grammar reads any text."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def with_quoted_paths(overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` with quotes around paths of `resume` and `run_dir` that Hydra's grammar cannot read.
+
+    The folders of a sweep's runs are such paths: `resume=runs/sweep/2026-01-31_12-00-00/memory=debug,model.width=64`.
+    """
+    return [_with_quoted_path(text) for text in overrides]
+
+
+def _with_quoted_path(text: str) -> str:
+    key, _, value = text.partition("=")
+    if key not in _PATHS or not value or set(value) & set("'\"") or "$" in value:
+        return text
+    path = Path(value).expanduser()
+    try:
+        is_read = OverridesParser.create().parse_override(text).value() == value
+    except HydraException:  # the grammar has no such path
+        return f"{key}={quoted(path)}"
+    return f"{key}={quoted(path)}" if not is_read and path.is_dir() else text
 
 
 def key_of(override: Override) -> str:

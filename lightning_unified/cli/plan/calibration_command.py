@@ -15,7 +15,7 @@ from lightning_unified.cost_model.rates.calibration import (
     calibrated_machines,
     clear_calibrations,
 )
-from lightning_unified.cost_model.render.facts import format_seconds
+from lightning_unified.units import format_duration
 
 __all__ = ["clear_calibration", "show_calibration"]
 
@@ -66,7 +66,7 @@ def _table(name: str, figures: Mapping[str, Any]) -> Table:
         )
     if rates:
         table.add_row("memory", f"{rates['bandwidth'] / 1e9:,.0f} GB/s", str(sources.get("bandwidth", "")))
-        table.add_row("an operation", format_seconds(rates["launch"]), str(sources.get("launch", "")))
+        table.add_row("an operation", format_duration(rates["launch"]), str(sources.get("launch", "")))
     if figures.get("alignment"):
         alignment = Alignment.from_dict(figures["alignment"])
         pays = "pays nothing" if alignment.multiple == 1 else f"× {alignment.gain:.2f} without"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             print(json.dumps({"runs": [plain(run.as_json()) for run in runs]}, indent=2))
         if arguments.output is not None or not arguments.json:
-            output = _output(arguments.output, arguments.runs)
+            output = arguments.output or _beside(directories, given=arguments.runs)
             _write(output, page(runs))
             said = f"{output} ({output.stat().st_size / 1000:,.0f} kB): {len(runs)} run{'s' if len(runs) > 1 else ''}"
             print(said, file=sys.stderr if arguments.json else sys.stdout)
@@ -51,15 +52,27 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"the page's file (default: {_NAME} in DIR; with several DIR in the current folder)",
+        help=f"the page's file (default: {_NAME} in DIR; with several DIR in the folder that holds them)",
     )
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     parser.add_argument("--json", action="store_true", help="print the runs as JSON; write a page only with --output")
     return parser
 
 
-def _output(given: Path | None, runs: Sequence[str]) -> Path:
-    return given if given is not None else Path(_NAME) if len(runs) > 1 else Path(runs[0]).expanduser() / _NAME
+def _beside(directories: Sequence[Path], *, given: Sequence[str]) -> Path:
+    """Return the page's file: in the one folder given, else in the folder that holds all runs.
+
+    If only the root of the file system holds them all, it is the first run's parent.
+    """
+    if len(given) == 1:
+        return Path(given[0]).expanduser() / _NAME
+    try:
+        common = Path(os.path.commonpath(directories))
+    except ValueError:  # on different drives
+        common = Path(directories[0].anchor)
+    if common == Path(common.anchor):
+        common = directories[0].parent
+    return (common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common) / _NAME
 
 
 def _write(path: Path, text: str) -> None:

@@ -29,8 +29,9 @@ from lightning_unified.cli.config.resume import (
     relocated,
 )
 from lightning_unified.cli.config.trust import FLAG, is_own
-from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
+from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure, report_interrupt
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
+from lightning_unified.terminal import activity, labelled, lasting_output
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -78,10 +79,17 @@ class Job:
         """Train, save the results and return the outcome; print every error instead of raising it."""
         directory = Path(HydraConfig.get().runtime.output_dir)
         there = set(directory.rglob("*"))
+        with lasting_output(), _own_lines(), contextlib.ExitStack() as until_start:
+            return self._reported(directory, there, until_start)
+
+    def _reported(self, directory: Path, there: set[Path], until_start: contextlib.ExitStack) -> Outcome:
         try:
-            return self._run(directory)
-        except KeyboardInterrupt as error:
-            report_failure(error)
+            return self._run(directory, until_start)
+        except (KeyboardInterrupt, SystemExit) as error:
+            if not _is_interrupt(error):
+                raise
+            kept = f"{_short(directory / LAST)} is kept; go on with: {self._resume_command(directory)}"
+            report_interrupt(kept if (directory / LAST).exists() else "")
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)
         except Exception as error:
             code = report_failure(error)
@@ -89,12 +97,13 @@ class Job:
                 _remove_traces(directory, there=there)
             return Outcome(exit_code=code)
 
-    def _run(self, directory: Path) -> Outcome:
+    def _run(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
         if (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
             raise ConfigurationError(
                 f"run_dir={_short(directory)} holds the checkpoints of another run; {_resume_override(directory)} goes on with it, "
                 "another run_dir leaves it as it is."
             )
+        until_start.enter_context(activity("loading libraries"))
         config, changes, sources = self._configuration(directory)
         # Import slowly loading modules only after the checks that need none of them.
         from lightning_unified.cli.run.data_fit import check_batches, check_interpolations
@@ -119,21 +128,31 @@ class Job:
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
         own = all(is_own(node["_target_"]) for _, node in targets(OmegaConf.to_container(config, resolve=True)))
-        resume_command = f"{self.program} {_resume_override(directory)}{'' if own else f' {FLAG}'}"
+        resume_command = self._resume_command(directory) + ("" if own else f" {FLAG}")
+        until_start.close()
+        until_start.enter_context(activity("preparing data and model"))
 
         def begin(module: "LightningModule") -> None:
+            until_start.close()
             OmegaConf.save(config, directory / "config.yaml", resolve=True)
             (directory / OVERRIDES).parent.mkdir(exist_ok=True)
             OmegaConf.save(HydraConfig.get().overrides.task, directory / OVERRIDES)
             if self.saved is not None:
                 show_changes(self.saved.directory, changes)
-            show_start(config, machine, module=module)
+            show_start(config, machine, module=module, given=self.given)
             show_data(parts.data, parts.callbacks.values(), batches=batches_of(parts.trainer))
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
         check_batches(parts.data, parts.module, choices)
         with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
-            self._fit(parts)
+            try:
+                self._fit(parts)
+            except SystemExit as stop:
+                if not _is_interrupt(stop) or not getattr(
+                    building.callback_of(parts, "GracefulInterrupt"), "is_forced", False
+                ):
+                    raise
+                return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
         objective = finish(
@@ -145,6 +164,9 @@ class Job:
         )
         code = TERMINATED if stopped_by == signal.SIGTERM else 0
         return Outcome(exit_code=code, objective=objective, stops_sweep=stopped_by is not None)
+
+    def _resume_command(self, directory: Path) -> str:
+        return f"{self.program} {_resume_override(directory)}"
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
         """Return the final configuration, the changes of a resumed run, and the opened machine.
@@ -196,6 +218,18 @@ class Job:
             if not parts.throughput.started:
                 raise ConfigurationError(str(error)) from error
             raise
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Return whether Ctrl-C was the cause; Lightning turns it into `SystemExit`."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
+
+
+def _own_lines() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which lines begin with the run's name, if a launcher runs several at once."""
+    hydra = HydraConfig.get()
+    alone = hydra.mode == RunMode.RUN or str(hydra.launcher.get("_target_")).endswith("BasicLauncher")
+    return contextlib.nullcontext() if alone else labelled(hydra.job.override_dirname or str(hydra.job.id))
 
 
 def _remove_traces(directory: Path, *, there: set[Path]) -> None:

@@ -154,6 +154,7 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
         "tokens_per_second": None if count.tokens is None else per_second(count.tokens),
         "peak_bytes": {"predicted": getattr(plan, "predicted_peak_bytes", None)} | _measured_peak(parts, reading),
         "recoveries": getattr(strategy, "recoveries", None),
+        "nonfinite_gradients": _nonfinite(parts),
         "validation": {},
         "test": None,
         "checkpoint": (checkpoints.last_model_path or None) if checkpoints is not None else None,
@@ -168,6 +169,14 @@ def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
     if monitor is not None and monitor.peak is not None:
         return {"measured": monitor.peak, "source": monitor.peak_source}
     return {"measured": reading.peak.bytes, "source": reading.peak.source}
+
+
+def _nonfinite(parts: Parts) -> dict[str, int] | None:
+    """Return the optimizer steps whose gradients held NaN or Inf; None if no `GradientHealth` counted."""
+    health = callback_of(parts, "GradientHealth")
+    if health is None:
+        return None
+    return {"steps": health.nonfinite_steps, "nan": health.nan_steps, "inf": health.inf_steps}
 
 
 def _recompute(plan: Any, module: LightningModule) -> bool | None:

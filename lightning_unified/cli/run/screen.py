@@ -1,26 +1,25 @@
 """Terminal output of a run: configuration and machine at the start, the summary at the end."""
 
-import json
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from lightning_unified.cli.config.binding import arguments_of, target_of
 from lightning_unified.cli.config.resume import Change
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
-from lightning_unified.cost_model.render.facts import format_seconds
+from lightning_unified.hardware import Budget
 from lightning_unified.precision import live_scaler, plugin_precision
-from lightning_unified.units import format_bytes
+from lightning_unified.terminal import say, wrapped
+from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["batches_of", "quiet_third_parties", "show_changes", "show_data", "show_note", "show_start", "show_summary"]
 
@@ -58,34 +57,37 @@ def quiet_third_parties() -> None:
 
 def show_note(text: str) -> None:
     """Print one dimmed line."""
-    _CONSOLE.print(escape(text), style="dim")
+    _show(Text(text, style="dim"))
 
 
 def show_changes(directory: Path, changes: Sequence[Change]) -> None:
     """Print the keys that differ from the continued run."""
-    _CONSOLE.print(f"[bold]continuing[/bold] {escape(str(directory))}")
-    for change in changes:
-        _CONSOLE.print(f"  {escape(change.key)}: {escape(str(change.old))} → {escape(str(change.new))}")
+    lines = [Text.assemble(("continuing ", "bold"), str(directory))]
+    _show(*lines, *(Text(f"  {change.key}: {change.old} → {change.new}") for change in changes))
 
 
-def show_start(config: DictConfig, machine: Machine, *, module: LightningModule) -> None:
-    """Print the configuration beyond its targets' defaults, the machine, the budget, and the effective settings.
+def show_start(config: DictConfig, machine: Machine, *, module: LightningModule, given: Sequence[str] = ()) -> None:
+    """Print in at most ten lines what runs, and how it uses the machine; `config.yaml` holds all settings.
 
     The effective settings come from the Trainer that `module` is attached to, not from the request.
     """
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for group, text in _compact(config):
-        table.add_row(f"[bold]{escape(group)}[/bold]", escape(text))
-    reading, budget = machine.reading, getattr(module.trainer.strategy, "budget", None)
-    pool = f"{reading.name} ({reading.device}), {reading.pool} pool of {format_bytes(reading.total.bytes)}, {format_bytes(reading.available.bytes)} available"
-    table.add_row("[bold]device[/bold]", escape(pool))
-    kept = "none: only the unified strategies keep a budget"
-    kept = kept if budget is None else f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"
-    table.add_row("[bold]budget[/bold]", escape(kept))
-    for name, text in _used(config, machine, module.trainer):
-        table.add_row(f"[bold]{name}[/bold]", escape(text))
-    table.add_row("[bold]size[/bold]", f"{count_parameters(module):,} parameters")
-    _CONSOLE.print(table)
+    trainer, rows = module.trainer, config.data.get("batch_size")
+    facts = [("run", f"{config.get('name')}, seed {config.get('seed')}, all settings in {_config_file(config)}")]
+    if given:
+        facts.append(("given", _shortened(" ".join(given))))
+    plugin = trainer.precision_plugin
+    scaler = ", gradient scaler on" if live_scaler(plugin) is not None else ""
+    size = f"{count_parameters(module):,} parameters, {plugin_precision(plugin)}{scaler}"
+    facts.append(("model", f"{type(module).__name__}, {size}"))
+    if rows is not None:
+        validation = config.data.get("val_batch_size") or rows
+        facts.append(("batch", f"{rows} rows for the optimizer, {validation} to validate"))
+    facts += [
+        ("loading", _loading(config, machine)),
+        ("device", _device(machine, trainer)),
+        ("budget", _budget(getattr(trainer.strategy, "budget", None))),
+    ]
+    _show(_facts(facts))
 
 
 def show_data(data: object, callbacks: Iterable[object], *, batches: str) -> None:
@@ -97,11 +99,12 @@ def show_data(data: object, callbacks: Iterable[object], *, batches: str) -> Non
         batches: The line of a data module that describes nothing.
     """
     own = getattr(data, "describe_line", None)
-    _CONSOLE.print(f"[bold]data[/bold] {escape(str(own() if callable(own) else batches))}")
+    lines = [Text.assemble(("data ", "bold"), str(own() if callable(own) else batches))]
     for one in callbacks:
         describe = getattr(one, "describe_line", None)
         if callable(describe) and (line := describe()):
-            _CONSOLE.print(escape(str(line)))
+            lines.append(Text(str(line)))
+    _show(*lines)
 
 
 def batches_of(trainer: Trainer) -> str:
@@ -111,57 +114,55 @@ def batches_of(trainer: Trainer) -> str:
     return ", ".join(known) or "a stream of unknown length"
 
 
-def _used(config: DictConfig, machine: Machine, trainer: Trainer) -> Iterable[tuple[str, str]]:
-    """Yield settings whose effect differs easily from the request: device, batch, loader, precision, scaler."""
-    yield (
-        "runs on",
-        f"{trainer.strategy.root_device}, {trainer.world_size} process{'es' if trainer.world_size > 1 else ''}",
-    )
-    rows = config.data.get("batch_size")
-    if rows is not None:
-        yield "batch", f"{rows} rows for the optimizer, {config.data.get('val_batch_size') or rows} to validate"
+def _config_file(config: DictConfig) -> str:
+    directory = str(config.get("run_dir"))
+    relative = os.path.relpath(directory)
+    return str(Path(directory if relative.startswith("..") else relative) / "config.yaml")
+
+
+def _loading(config: DictConfig, machine: Machine) -> str:
     asked, settings = config.data.get, machine.settings
     workers, method = asked("num_workers", settings.num_workers), asked("start_method", settings.start_method)
     pinned = "on" if asked("pin_memory", settings.pin_memory) else "off"
-    yield "loading", f"{workers} worker processes{f', by {method}' if workers and method else ''}, pin memory {pinned}"
-    plugin = trainer.precision_plugin
-    scales = "on" if live_scaler(plugin) is not None else "none"
-    yield "precision", f"{plugin_precision(plugin)}, gradient scaler {scales}"
+    return f"{workers} worker processes{f', by {method}' if workers and method else ''}, pin memory {pinned}"
 
 
-def _compact(config: DictConfig) -> Iterable[tuple[str, str]]:
-    """Yield each group with its values beyond its target's defaults, on one line."""
-    container = OmegaConf.to_container(config, resolve=True)
-    plain = {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
-    scalars = {key: value for key, value in plain.items() if not isinstance(value, dict) and value is not None}
-    yield "run", _pairs(scalars)
-    for group, node in plain.items():
-        if isinstance(node, dict) and "_target_" in node:
-            yield group, f"{node['_target_'].rpartition('.')[2]}  {_pairs(_beyond_defaults(node))}"
-        elif isinstance(node, dict):
-            named = {
-                name: member["_target_"].rpartition(".")[2]
-                for name, member in node.items()
-                if isinstance(member, dict) and "_target_" in member
-            }
-            yield group, ", ".join(named.values()) or _pairs(node)
+def _device(machine: Machine, trainer: Trainer) -> str:
+    reading = machine.reading
+    processes = f", {trainer.world_size} processes" if trainer.world_size > 1 else ""
+    amount = f"{format_bytes(reading.available.bytes)} of {format_bytes(reading.total.bytes)} available"
+    return f"{trainer.strategy.root_device} ({reading.name}){processes}, {amount}"
 
 
-def _beyond_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {name: parameter.default for name, parameter in arguments_of(target_of(node["_target_"])).items()}
-    return {
-        key: value
-        for key, value in node.items()
-        if not key.startswith("_") and not isinstance(value, dict) and defaults.get(key) != value
-    }
+def _budget(budget: Budget | None) -> str:
+    if budget is None:
+        return "none: only the unified strategies keep a budget"
+    return f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    """Return `values` as overrides, with null, true and false."""
-    return " ".join(
-        f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
-        for key, value in values.items()
-    )
+def _facts(facts: Iterable[tuple[str, str]]) -> Text:
+    """Return a line for each named fact; long ones are wrapped at words."""
+    facts = list(facts)
+    column = max((len(name) for name, _ in facts), default=0) + 2
+    lines = []
+    for name, text in facts:
+        first, *rest = wrapped(text, max(30, _CONSOLE.width - column))
+        lines.append(Text.assemble((name.ljust(column), "bold"), first))
+        lines += [Text(" " * column + line) for line in rest]
+    return Text("\n").join(lines)
+
+
+def _shortened(text: str, *, column: int = 9) -> str:
+    most = max(30, _CONSOLE.width - column)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _show(*parts: Text) -> None:
+    """Print `parts` in one write, so that runs which share a terminal do not mix their lines."""
+    with _CONSOLE.capture() as shown:
+        for part in parts:
+            _CONSOLE.print(part)
+    say(shown.get())
 
 
 def show_summary(
@@ -174,30 +175,14 @@ def show_summary(
     remarks: Sequence[str] = (),
 ) -> None:
     """Print the summary of a run that started at `first_step`."""
-    table = Table(
-        title="Summary",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        show_header=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    for name, text in _rows(summary, baselines, first_step):
-        table.add_row(f"[bold]{name}[/bold]", escape(text))
-    _CONSOLE.print()
-    _CONSOLE.print(table)
-    for remark in remarks:
-        _CONSOLE.print(escape(remark))
+    parts = [Text(), Text("Summary", style="bold"), _facts(_rows(summary, baselines, first_step))]
+    parts += [Text(remark) for remark in remarks]
     if samples:
-        _CONSOLE.print("\n[bold]Samples of its text[/bold]")
+        parts += [Text(), Text("Samples of its text", style="bold")]
         for sample in samples:
-            _CONSOLE.print(escape("  " + sample.strip().replace("\n", "\n  ")))
-            _CONSOLE.print("  ·", style="dim")
-    _CONSOLE.print("\n[bold]Saved[/bold]")
-    for line in saved:
-        _CONSOLE.print("  " + escape(line))
-    _CONSOLE.print(f"[bold]Go on with[/bold] {escape(str(summary['resume_command']))}")
+            parts += [Text("  " + sample.strip().replace("\n", "\n  ")), Text("  ·", style="dim")]
+    parts += [Text(), Text("Saved", style="bold"), *(Text(f"  {line}") for line in saved)]
+    _show(*parts, Text.assemble(("Go on with ", "bold"), str(summary["resume_command"])))
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
@@ -229,11 +214,15 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
         f"{rate:,.{digits}f} {unit}/s" for rate, digits, unit in ((tokens, 0, "tokens"), (rows, 1, "samples")) if rate
     ]
     steps, seconds = summary["steps"] - first_step, summary["seconds"]
-    each = f" ({format_seconds(seconds / steps)}/step)" if steps else ""
+    each = f" ({format_duration(seconds / steps)}/step)" if steps else ""
     yield (
         "speed",
-        f"{steps} steps{since} in {format_seconds(seconds)}{each}" + "".join(f", {text}" for text in speed),
+        f"{steps} steps{since} in {format_duration(seconds)}{each}" + "".join(f", {text}" for text in speed),
     )
+    bad = summary.get("nonfinite_gradients")
+    if bad is not None:
+        counted = f"{bad['steps']} steps with NaN ({bad['nan']}) or Inf ({bad['inf']})"
+        yield "gradients", counted if bad["steps"] else "finite in every step"
     for side in ("validation", "test"):
         if figures := _figures(summary.get(side) or {}):
             yield side, figures

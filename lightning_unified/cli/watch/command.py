@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -49,8 +50,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # the reader closed the pipe; redirect, or Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    except SystemExit as ended:  # SIGTERM; or Rich, whose reader has closed the pipe
+        return 0 if isinstance(ended.__context__, BrokenPipeError) else int(ended.code or 0)
     return 0
 
 
@@ -126,10 +127,16 @@ def _printer(*, as_json: bool, once: bool) -> Iterator[Callable[[Snapshot], None
     if as_json:
         yield lambda snapshot: print(json.dumps(snapshot.as_json()), flush=True)
     elif once or not console.is_terminal or console.is_dumb_terminal:
-        yield lambda snapshot: console.print(show(snapshot), end="\n\n" if not once else "")
+        end = "\n" if once else "\n\n"
+        yield lambda snapshot: console.print(show(snapshot, width=_width()), end=end, soft_wrap=True)
     else:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda snapshot: live.update(show(snapshot), refresh=True)
+            yield lambda snapshot: live.update(show(snapshot, width=_width()), refresh=True)
+
+
+def _width() -> int:
+    """Return the columns of the terminal, or of `COLUMNS`; 80 without either."""
+    return shutil.get_terminal_size().columns
 
 
 @contextmanager

@@ -1,55 +1,59 @@
-"""A snapshot on the terminal: pressure and swap, the devices, and the runs with their memory."""
+"""A snapshot on the terminal, in lines that fit any width: pressure and swap, devices, runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from lightning_unified.cli.watch.snapshot import Snapshot
 from lightning_unified.hardware import DeviceUse, Figure
 from lightning_unified.status import RunRecord
-from lightning_unified.units import format_bytes
+from lightning_unified.terminal import listed, short_path, wrapped
+from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["show"]
 
 _LEVEL_STYLE = {"normal": "green", "warn": "yellow", "critical": "bold red", "unknown": "dim"}
+_NARROWEST = 40
 
 
-def show(snapshot: Snapshot) -> RenderableType:
-    """Lay out `snapshot` for a terminal of 80 columns or more."""
-    return Group(*_parts(snapshot))
+def show(snapshot: Snapshot, *, width: int) -> Text:
+    """Lay out `snapshot` for a terminal of `width` columns."""
+    return Text("\n").join(_lines(snapshot, max(width, _NARROWEST)))
 
 
-def _parts(snapshot: Snapshot) -> Iterator[RenderableType]:
+def _lines(snapshot: Snapshot, width: int) -> Iterator[Text]:
     local = datetime.fromisoformat(snapshot.time).astimezone()
-    yield Text.assemble((snapshot.host or "this machine", "bold"), f"  {local:%Y-%m-%d %H:%M:%S}")
-    yield _system(snapshot)
-    yield Text()
-    devices = [_device_row(device) for device in snapshot.devices]
-    yield _table("Memory", ("device", "pool", "total", "used", "", "available", "busy", "name"), devices)
-    yield from (Text(line, style="dim") for line in _unknown(snapshot.devices))
-    yield Text()
-    if not snapshot.runs:
-        yield Text.assemble(("Runs", "bold"), '  none: no run with strategy="unified" of this user is on this machine')
-        return
-    rows = [_progress_row(run, now=snapshot.time) for run in snapshot.runs]
-    yield _table("Runs", ("pid", "module", "device", "step", "batch", "micro-batch", "updated", "directory"), rows)
-    yield Text()
-    rows = [_memory_row(run) for run in snapshot.runs]
-    yield _table("Their memory", ("pid", "allocated", "reserved", "peak", "budget", "", "recoveries"), rows)
-
-
-def _system(snapshot: Snapshot) -> Table:
-    pressure, grid = snapshot.pressure, Table.grid(padding=(0, 2, 0, 0))
+    time = f"{local:%Y-%m-%d %H:%M:%S}"
+    host = short_path(snapshot.host or "this machine", width - len(time) - 2)
+    yield Text.assemble((host, "bold"), f"  {time}")
+    pressure = snapshot.pressure
     reasons = "; ".join(pressure.reasons)
-    verdict = Text.assemble((pressure.level, _LEVEL_STYLE[pressure.level]), f": {reasons}" if reasons else "")
-    grid.add_row("[bold]pressure[/]", verdict)
-    grid.add_row("[bold]swap[/]", Text(_swap(snapshot)))
-    return grid
+    facts = {"pressure": f"{pressure.level}{f': {reasons}' if reasons else ''}", "swap": _swap(snapshot)}
+    for line in _named(facts.items(), width):
+        line.highlight_regex(rf"(?<=pressure  ){pressure.level}", _LEVEL_STYLE[pressure.level])
+        yield line
+    yield from (Text(), Text("Memory", style="bold"))
+    yield from _named([(device.device, _device(device)) for device in snapshot.devices], width)
+    for reason in _unknown(snapshot.devices):
+        yield from (Text(line, style="dim") for line in wrapped(reason, width, indent=2))
+    yield from (Text(), Text("Runs", style="bold"))
+    if not snapshot.runs:
+        none = 'none: no run with strategy="unified" of this user is on this machine'
+        yield from map(Text, wrapped(none, width))
+    for run in snapshot.runs:
+        yield from _run(run, now=snapshot.time, width=width)
+
+
+def _named(facts: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
+    """Yield a line for each named fact; long ones are wrapped at words."""
+    facts = list(facts)
+    column = max((len(name) for name, _ in facts), default=0) + 2
+    for name, text in facts:
+        first, *rest = wrapped(text, width - column)
+        yield Text.assemble((name.ljust(column), "bold"), first)
+        yield from (Text(" " * column + line) for line in rest)
 
 
 def _swap(snapshot: Snapshot) -> str:
@@ -60,16 +64,16 @@ def _swap(snapshot: Snapshot) -> str:
     return amount if rate is None else f"{amount}, {format_bytes(int(rate))} a second written"
 
 
-def _device_row(device: DeviceUse) -> tuple[str, ...]:
-    return (
-        device.device,
-        device.pool or "unknown",
-        *(format_bytes(figure.bytes) for figure in (device.total, device.used)),
-        _share(device.used.bytes, device.total.bytes),
-        format_bytes(device.available.bytes),
-        "" if device.busy is None else f"{device.busy:.0%}",
+def _device(device: DeviceUse) -> str:
+    share = _share(device.used.bytes, device.total.bytes)
+    parts = [
+        f"{format_bytes(device.used.bytes)} of {format_bytes(device.total.bytes)} used{f' ({share})' if share else ''}",
+        f"{format_bytes(device.available.bytes)} available",
+        "" if device.busy is None else f"busy {device.busy:.0%}",
+        f"{device.pool or 'unknown'} pool",
         device.name,
-    )
+    ]
+    return listed(parts)
 
 
 def _unknown(devices: Sequence[DeviceUse]) -> Iterator[str]:
@@ -80,31 +84,47 @@ def _unknown(devices: Sequence[DeviceUse]) -> Iterator[str]:
             yield f"{device.device}: {reason}"
 
 
-def _progress_row(run: RunRecord, *, now: str) -> tuple[str, ...]:
+def _run(run: RunRecord, *, now: str, width: int) -> Iterator[Text]:
+    """Yield a run's name, directory, progress, batch and memory, each in lines of their own."""
     figures = run.figures
-    age = datetime.fromisoformat(now) - datetime.fromisoformat(run.updated)
-    return (
-        str(run.pid),
-        figures.module,
-        figures.device,
-        f"{figures.step:,}",
-        _count(figures.effective_batch_size),
-        _count(figures.micro_batch_size),
-        _ago(age.total_seconds()),
-        _near(figures.directory),
-    )
+    age = (datetime.fromisoformat(now) - datetime.fromisoformat(run.updated)).total_seconds()
+    pid, name = str(run.pid), f"{figures.module} on {figures.device}"
+    first, *rest = wrapped(f"{pid}  {name}, updated {format_duration(max(0, int(age)))} ago", width, indent=2)
+    yield Text.assemble((first[: len(pid)], "bold"), first[len(pid) :])
+    yield from map(Text, rest)
+    yield Text("  " + short_path(_near(figures.directory), width - 2))
+    for line in (_progress(run), _batch(run), _memory(run)):
+        yield from (Text("  " + part) for part in wrapped(line, width - 2, indent=2))
 
 
-def _memory_row(run: RunRecord) -> tuple[str, ...]:
+def _progress(run: RunRecord) -> str:
+    figures, loss = run.figures, run.figures.loss
+    ends = f" of {figures.total_steps:,} ({_share(figures.step, figures.total_steps)})" if figures.total_steps else ""
+    parts = [
+        f"step {figures.step:,}{ends}",
+        f"loss {'unknown' if loss is None else loss if isinstance(loss, str) else format(loss, '.4g')}",
+        "" if run.seconds_per_step is None else f"{format_duration(run.seconds_per_step)}/step",
+        "" if run.seconds_left is None else f"{format_duration(round(run.seconds_left))} left",
+    ]
+    return listed(parts)
+
+
+def _batch(run: RunRecord) -> str:
     figures = run.figures
-    amounts = (figures.allocated_bytes, figures.reserved_bytes, figures.peak_bytes, figures.budget_bytes)
+    sizes = f"batch {_count(figures.effective_batch_size)}", f"micro-batch {_count(figures.micro_batch_size)}"
+    return listed([*sizes, f"{figures.recoveries} {'recovery' if figures.recoveries == 1 else 'recoveries'}"])
+
+
+def _memory(run: RunRecord) -> str:
+    figures = run.figures
     share = _share(figures.peak_bytes, figures.budget_bytes)
-    return (
-        str(run.pid),
-        *(format_bytes(amount) for amount in amounts),
-        f"peak is {share} of it" if share else "",
-        str(figures.recoveries),
-    )
+    parts = [
+        f"allocated {format_bytes(figures.allocated_bytes)}",
+        f"reserved {format_bytes(figures.reserved_bytes)}",
+        f"peak {format_bytes(figures.peak_bytes)}{f' ({share} of the budget)' if share else ''}",
+        f"budget {format_bytes(figures.budget_bytes)}",
+    ]
+    return listed(parts)
 
 
 def _share(part: int | None, whole: int | None) -> str:
@@ -118,33 +138,8 @@ def _count(value: int | None) -> str:
 def _near(directory: str | None) -> str:
     """Return a folder relative to the working directory or the home, if inside."""
     if directory is None:
-        return "unknown"
+        return "unknown directory"
     for folder, name in ((Path.cwd(), ""), (Path.home(), "~")):
         if Path(directory).is_relative_to(folder):
             return str(Path(name) / Path(directory).relative_to(folder))
     return directory
-
-
-def _ago(seconds: float) -> str:
-    whole = max(0, int(seconds))
-    return f"{whole} s ago" if whole < 120 else f"{whole // 60} min ago"
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return rows under headings: only the last column folds, numbers are right-aligned."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for at, column in enumerate(columns):
-        last = at == len(columns) - 1
-        numbers = all(row[at][:1].isdigit() or row[at] in ("", "unknown") for row in rows)
-        table.add_column(column, overflow="fold", no_wrap=not last, justify="right" if numbers else "left")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return table

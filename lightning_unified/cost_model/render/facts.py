@@ -8,9 +8,9 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.planned import does_fit, recomputed
 from lightning_unified.cost_model.render.sheet import Fact
 from lightning_unified.cost_model.trace.trace import Confidence
-from lightning_unified.units import format_bytes
+from lightning_unified.units import format_bytes, format_duration
 
-__all__ = ["facts_of_plan", "facts_of_prediction", "format_seconds", "format_share"]
+__all__ = ["facts_of_plan", "facts_of_prediction", "format_share"]
 
 _CONFIDENCE: dict[Confidence, str] = {
     "high": "no value was made up: every shape of the step is known",
@@ -53,22 +53,8 @@ def facts_of_prediction(prediction: Prediction, *, budget_bytes: int | None = No
     yield Fact(name="peak", text=f"{format_bytes(prediction.peak_bytes)} of tensors; {taken}")
     yield Fact(name="where", text=prediction.instant)
     if prediction.seconds is not None:
-        yield Fact(name="step", text=f"{format_seconds(prediction.seconds)} predicted")
+        yield Fact(name="step", text=f"{format_duration(prediction.seconds)} predicted")
     yield Fact(name="confidence", text=prediction.confidence, why=_CONFIDENCE[prediction.confidence])
-
-
-def format_seconds(seconds: float | None) -> str:
-    """Format a duration: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"3 min 20 s"`, `"unknown"` for None."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
 
 
 def format_share(share: float) -> str:

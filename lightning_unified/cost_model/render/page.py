@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.render.facts import facts_of_plan, facts_of_prediction, format_seconds
+from lightning_unified.cost_model.render.facts import facts_of_plan, facts_of_prediction
 from lightning_unified.cost_model.render.planned import MachinePlan, prediction_of
 from lightning_unified.cost_model.render.sheet import Fact, Sheet, Table
 from lightning_unified.cost_model.render.tables import (
@@ -14,6 +14,7 @@ from lightning_unified.cost_model.render.tables import (
     machines_table,
 )
 from lightning_unified.hardware.environment.watermarks import Watermarks
+from lightning_unified.units import format_duration
 
 __all__ = ["sheet_of"]
 
@@ -45,7 +46,7 @@ def sheet_of(
         budget = None if isinstance(planned, Prediction) else planned.budget_bytes
         tables.append(categories_table(prediction, budget_bytes=budget, watermarks=watermarks))
         tables += [instants_table(prediction)] if prediction.instants else []
-        took = f"Predicted in {format_seconds(prediction.planning_seconds)}." if prediction.planning_seconds else ""
+        took = f"Predicted in {format_duration(prediction.planning_seconds)}." if prediction.planning_seconds else ""
         notes = (*prediction.notes, *([took] if took else []))
     if not isinstance(planned, Prediction) and planned.alternatives:
         tables.append(alternatives_table(planned))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_unified.cost_model.candidates import describe_split
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.render.facts import format_seconds, format_share
+from lightning_unified.cost_model.render.facts import format_share
 from lightning_unified.cost_model.render.planned import phase_of, prediction_of, recomputed
 from lightning_unified.cost_model.render.tables import ordered
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.environment.watermarks import Watermarks
-from lightning_unified.units import GIB, KIB, MIB, format_bytes
+from lightning_unified.units import GIB, KIB, MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -227,7 +227,7 @@ def _weighed(axes: "Axes", plan: Plan) -> None:
         _mark(axes, plan.budget_bytes / unit, "budget", _BUDGET, "-")
     axes.set_xlim(0, 1.08 * right / unit)
     axes.set_ylim(0, 1.15 * max(seconds for _, seconds in dots))
-    axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds) if seconds else "0")
+    axes.yaxis.set_major_formatter(lambda seconds, _: format_duration(seconds) if seconds else "0")
     axes.set_xlabel(f"reserved by the allocator, {name} (hollow: does not fit)", fontsize=9, color=_FAINT)
     _clean(axes, grid="both")
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 from lightning_unified.cost_model.generation import Generated
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.render.facts import format_seconds, format_share
+from lightning_unified.cost_model.render.facts import format_share
 from lightning_unified.cost_model.render.planned import (
     MachinePlan,
     does_fit,
@@ -19,7 +19,7 @@ from lightning_unified.cost_model.render.sheet import Bars, Table
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.cost_model.trace.trace import CATEGORIES
 from lightning_unified.hardware.environment.watermarks import Watermarks
-from lightning_unified.units import format_bytes
+from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["alternatives_table", "categories_table", "generation_table", "instants_table", "machines_table", "ordered"]
 
@@ -149,7 +149,7 @@ def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
         *_memory_options(each.precision, each.optimizer_kernel, each.loss_chunk),
         format_bytes(each.peak_bytes),
         format_bytes(each.reserved_bytes),
-        format_seconds(each.seconds),
+        format_duration(each.seconds),
         _FITS if each.fits else f"no, {format_bytes(max(each.reserved_bytes - plan.budget_bytes, 0))} over",
     )
 
@@ -163,7 +163,7 @@ def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
         *_memory_options(plan.precision, plan.optimizer_kernel, plan.loss_chunk),
         format_bytes(prediction.peak_bytes),
         format_bytes(prediction.reserved_bytes),
-        format_seconds(prediction.seconds),
+        format_duration(prediction.seconds),
         _FITS,
     )
 
@@ -217,6 +217,6 @@ def _machine_row(machine: MachinePlan) -> tuple[str, ...]:
         plan.precision,
         format_bytes(prediction.peak_bytes),
         format_bytes(prediction.reserved_bytes),
-        format_seconds(prediction.seconds),
+        format_duration(prediction.seconds),
         "",
     )

@@ -9,7 +9,7 @@ from statistics import median
 
 from lightning_unified.hardware.environment.mps import LOW
 from lightning_unified.hardware.reading import Backend
-from lightning_unified.units import MIB, format_bytes
+from lightning_unified.units import MIB, format_bytes, format_duration
 
 __all__ = ["Thrash", "ThrashDetector"]
 
@@ -45,7 +45,7 @@ class Thrash:
             signs.append(f"{format_bytes(int(self.traffic_bytes_per_s))} a second go to swap or come back")
         if self.gap_bytes is not None:
             signs.append(f"{format_bytes(self.gap_bytes)} are held beyond the need of tensors")
-        return f"thrashing: steps take {self.seconds:.3g} s that took {self.usual_seconds:.3g} s, while {' and '.join(signs)}"
+        return f"thrashing: steps take {format_duration(self.seconds)} that took {format_duration(self.usual_seconds)}, while {' and '.join(signs)}"
 
     def advice(self, backend: Backend) -> str:
         """Return the warning: the finding, its meaning, and remedies on `backend`, the cheapest first."""

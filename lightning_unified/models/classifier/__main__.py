@@ -19,7 +19,7 @@ from lightning_unified.models.classifier.inference.classify import Classificatio
 from lightning_unified.models.classifier.inference.evaluate import Evaluation, evaluate
 from lightning_unified.models.classifier.inference.text_files import Given, read_texts
 from lightning_unified.models.classifier.module import TextClassifier
-from lightning_unified.models.commands import add_device, command_parser, run_command
+from lightning_unified.models.commands import add_device, command_parser, run_command, shows_colours
 
 __all__ = ["main"]
 
@@ -175,7 +175,7 @@ def _explain(options: argparse.Namespace) -> None:
     console = Console()
     for (source, _), one in zip(texts, found, strict=True):
         console.print(f"{source}: {render.summary(one)}", highlight=False, soft_wrap=True)
-        console.print(render.terminal(one), soft_wrap=True)
+        console.print(render.terminal(one, colours=shows_colours(console)), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

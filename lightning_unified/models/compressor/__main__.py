@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_unified.models.commands import add_device, command_parser, read_text, run_command
+from lightning_unified.models.commands import add_device, command_parser, read_text, run_command, shows_colours
 from lightning_unified.models.compressor.evaluation import held_out
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, EvaluationOptions, evaluate
 from lightning_unified.models.compressor.evaluation.report import tables, write_record
@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     squeeze = commands.add_parser("compress", help="print a text with the share of its tokens that the policy keeps")
     squeeze.add_argument("file", nargs="?", default="-", help="a text file; - or nothing reads standard input")
     squeeze.add_argument("--keep", type=float, default=0.5, help="share of tokens that stays (default %(default)s)")
-    squeeze.add_argument("--show", action="store_true", help="print the whole text, kept and dropped tokens in colour")
+    squeeze.add_argument(
+        "--show", action="store_true", help="print the whole text, dropped tokens in colour, or as [-dropped-]"
+    )
     squeeze.add_argument("--json", action="store_true", help="print text, ids and kept positions as JSON")
     squeeze.add_argument("--html", help="write the text with kept and dropped tokens marked to this file")
     squeeze.set_defaults(run=_compress)
@@ -111,7 +113,9 @@ def _compress(options: argparse.Namespace) -> None:
         kept = {"text": found.text, "ids": found.ids, "kept": found.kept}
         print(json.dumps({**kept, "tokens": len(found.original_ids), "keep": found.keep}, ensure_ascii=False))
     elif options.show:
-        Console().print(render.terminal(encoder, found.original_ids, kept=found.flags), soft_wrap=True)
+        console = Console(highlight=False)
+        shown = render.terminal(encoder, found.original_ids, kept=found.flags, colours=shows_colours(console))
+        console.print(shown, soft_wrap=True)
     else:
         print(found.text)
 

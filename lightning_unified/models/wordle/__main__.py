@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_unified.models.commands import add_device, command_parser, run_command
+from lightning_unified.models.commands import add_device, command_parser, run_command, shows_colours
 from lightning_unified.models.wordle.game.candidates import Patterns
 from lightning_unified.models.wordle.game.state import MAX_TURNS, State, Turn
 from lightning_unified.models.wordle.game.words import WordList, read_words
@@ -92,7 +92,7 @@ def _person(console: Console, words: WordList, *, secret: str, rival: Sequence[T
         if len(state.turns) <= len(rival):
             shown = shown.append("   the model ").append_text(terminal.row(rival[len(state.turns) - 1], hidden=True))
         console.print(shown)
-        console.print(terminal.keyboard(state))
+        console.print(terminal.keyboard(state, colours=shows_colours(console)))
     found = f"Found in {len(state.turns)} of {MAX_TURNS}." if state.solved else f"The word was {secret.upper()}."
     console.print(found, highlight=False)
 

@@ -25,6 +25,7 @@ from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import FirstValidation, with_generation
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
+from lightning_unified.terminal import activity
 
 __all__ = ["BatchKinds", "FirstStep"]
 
@@ -82,7 +83,8 @@ class FirstStep:
         watch, elements = self._policy.watch, 1 if shape is None else shape.elements
         if self._kinds.covers(batch, elements):
             if shape is not None and self.planning.leaves_rows_unused(shape):
-                self.planning.plan_shorter(batch, shape)
+                with activity("planning shorter rows"):
+                    self.planning.plan_shorter(batch, shape)
                 if watch.counts_process:
                     watch.release()
                     watch.count_anew()
@@ -95,7 +97,8 @@ class FirstStep:
             )
             return
         try:
-            self._plan_all(batch, shape)
+            with activity("planning the step"):
+                self._plan_all(batch, shape)
             if watch.counts_process:
                 watch.release()
             watch.count_anew()  # memory of the dry run on the host is no part of the run's peak
@@ -105,7 +108,8 @@ class FirstStep:
             kind = "" if isinstance(error, (DryRunError, MisalignedError)) else f"{type(error).__name__}: "
             why = f"{kind}{error}"
             self.planning.prediction = None
-            found = probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
+            with activity("probing batch sizes"):
+                found = probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
             self.planning.reason = f"not predicted: {why}; {found}"
 
     def _plan_all(self, batch: Any, shape: BatchShape | None) -> None:

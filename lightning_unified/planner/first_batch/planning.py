@@ -26,6 +26,7 @@ from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
+from lightning_unified.units import format_duration
 
 __all__ = ["Decision", "StepPlanning", "set_memory_options"]
 
@@ -133,8 +134,8 @@ class StepPlanning:
         self._combination, self.kind = plan.combination, decision.planner.kind(plan.combination)
         if plan.candidate is not None:
             self.alternatives = plan.alternatives
-        self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {plan.reason}")
-        log.info("Planned in %.1f s: %s", prediction.planning_seconds, plan.reason)
+        self._policy.events.append(f"planned in {format_duration(prediction.planning_seconds)}: {plan.reason}")
+        log.info("Planned in %s: %s", format_duration(prediction.planning_seconds), plan.reason)
         if shape is not None and plan.refused is not None:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
             self._policy.sizing.is_planned = True
@@ -169,7 +170,9 @@ class StepPlanning:
             return
         self._set_size(shape, best.micro_batch_size, refused=more_rows(shape.rows, best.parts))
         seconds = time.monotonic() - began
-        self._policy.events.append(f"shorter rows planned in {seconds:.1f} s: micro-batch size {best.micro_batch_size}")
+        self._policy.events.append(
+            f"shorter rows planned in {format_duration(seconds)}: micro-batch size {best.micro_batch_size}"
+        )
         log.info("%s", self._policy.events[-1])
 
     def _planner(self, batch: Any, shape: BatchShape | None) -> Planner:

@@ -30,6 +30,7 @@ from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchSplitter
+from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
 
@@ -201,7 +202,8 @@ class ExactnessCheck:
             is_first=self._verdict is None or not self._verdict.conclusive,
             since=self._last.since(self._trainer.global_step),
         )
-        found = self._examination.findings(check)
+        with activity("comparing whole and split rows"):
+            found = self._examination.findings(check)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._undecided += 1

@@ -67,7 +67,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
         "8.00 GiB (up to 8GiB)",
         "8 rows for the optimizer, 8 to validate",
         "0 worker processes, pin memory off",
-        "gradient scaler none",
+        "finite in every step",
         "micro-batches of up to 4 rows",
         " documents to train, ",
         "; vocabulary of ",

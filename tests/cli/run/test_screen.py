@@ -6,21 +6,26 @@ import pytest
 import torch
 from lightning.pytorch.plugins import precision
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from lightning_unified.cli.run.machine import Machine
-from lightning_unified.cli.run.screen import show_start
+from lightning_unified.cli.run.screen import show_note, show_start
 from lightning_unified.hardware import HardwareSettings, read, resolve_budget
 from lightning_unified.precision import MixedPrecision
+from lightning_unified.terminal import labelled
 
 
-def shown(capsys, *, plugin, data):
+def shown(capsys, *, plugin, data, given=()):
     reading = read("cpu")
     machine = Machine(reading=reading, settings=HardwareSettings())
     strategy = SimpleNamespace(root_device=torch.device("mps"), budget=resolve_budget("1GiB", reading))
     module = torch.nn.Linear(2, 3)
     module.trainer = SimpleNamespace(strategy=strategy, world_size=1, precision_plugin=plugin)
-    show_start(OmegaConf.create({"data": data}), machine, module=module)
-    return dict(line.strip().split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip())
+    config = {"name": "net", "seed": 3, "run_dir": f"/elsewhere/{'runs/' * 12}net", "data": data}
+    show_start(OmegaConf.create(config), machine, module=module, given=given)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10
+    return dict(line.split(maxsplit=1) for line in lines if line[0] != " ")
 
 
 @pytest.mark.parametrize(
@@ -32,13 +37,13 @@ def shown(capsys, *, plugin, data):
         ),
         (
             precision.MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", enabled=False)),
-            "16-mixed, gradient scaler none",
+            "16-mixed",
         ),
-        (precision.Precision(), "32-true, gradient scaler none"),
+        (precision.Precision(), "32-true"),
     ],
 )
 def test_a_gradient_scaler_is_said_to_be_on_only_where_it_scales(capsys, plugin, said):
-    assert shown(capsys, plugin=plugin, data={"batch_size": 16})["precision"] == said
+    assert shown(capsys, plugin=plugin, data={"batch_size": 16})["model"] == f"Linear, 9 parameters, {said}"
 
 
 def test_rows_loader_processes_and_pinning_are_those_of_the_data(capsys):
@@ -48,4 +53,20 @@ def test_rows_loader_processes_and_pinning_are_those_of_the_data(capsys):
     assert lines["batch"] == "64 rows for the optimizer, 64 to validate"
     assert lines["loading"] == "4 worker processes, by spawn, pin memory off"
     assert lines["budget"].startswith("1.00 GiB (1GiB): as written, of the pool of cpu")
-    assert lines["runs"].split(maxsplit=1)[1] == "mps, 1 process"
+    assert lines["device"].startswith(f"mps ({read('cpu').name}), ")
+    assert lines["run"].startswith("net, seed 3, all settings in")
+
+
+def test_the_start_is_short_with_many_overrides_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_unified.cli.run.screen._CONSOLE", Console(soft_wrap=True, width=60, highlight=False))
+    given = [f"model.key_{number}={number}" for number in range(30)]
+    lines = shown(capsys, plugin=precision.Precision(), data={"batch_size": 8}, given=given)
+
+    assert lines["given"].startswith("model.key_0=0 model.key_1=1") and lines["given"].endswith("…")
+    assert len(lines["given"]) <= 51
+
+
+def test_runs_that_share_a_terminal_print_lines_with_their_names(capsys):
+    with labelled("seed=3"):
+        show_note("one")
+    assert capsys.readouterr().out == "[seed=3] one\n"

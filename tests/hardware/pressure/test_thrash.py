@@ -35,7 +35,7 @@ def test_slow_steps_while_swap_is_busy_are_thrashing():
     assert found[:2] == [None, None]
     assert (round(found[2].seconds), found[2].usual_seconds) == (226, 2.0)
     assert found[2].reason == (
-        "thrashing: steps take 226 s that took 2 s, while 40.00 MiB a second go to swap or come back"
+        "thrashing: steps take 3 min 46 s that took 2 s, while 40.00 MiB a second go to swap or come back"
     )
 
 

@@ -6,6 +6,7 @@ An export is a folder and a program.
 import csv
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from lightning_unified.models.classifier import classify, export
 from lightning_unified.models.classifier.__main__ import main
 from lightning_unified.models.classifier.explanation.explain import explain
-from lightning_unified.models.classifier.explanation.render import page, segments
+from lightning_unified.models.classifier.explanation.render import page, segments, terminal
 from lightning_unified.models.classifier.inference.checkpoint import load
 
 
@@ -138,6 +139,9 @@ def test_the_coloured_text_is_the_text_and_the_page_escapes_it(model):
 
     assert "".join(piece for piece, _ in segments(found)) == text
     assert max(abs(strength) for _, strength in segments(found)) == 1
+    plain = terminal(found, colours=False)
+    assert plain.spans == [] and re.search(r"\[[+-]1\.00\]", plain.plain)
+    assert re.sub(r"\[[+-]\d\.\d\d\]", "", plain.plain) == terminal(found).plain == text
     assert "&lt;" in page([found])
     assert "<b>" not in page([found])
 

@@ -48,6 +48,14 @@ def test_the_terminal_shows_the_whole_text_in_two_styles():
     assert [(span.start, span.end) for span in shown.spans] == [(0, 4), (4, 10)]
 
 
+def test_without_colours_dropped_tokens_stand_in_brackets():
+    shown = render.terminal(
+        Bytes(), Bytes().encode("keepdropkeep"), kept=[True] * 4 + [False] * 4 + [True] * 4, colours=False
+    )
+
+    assert (shown.plain, shown.spans) == ("keep[-drop-]keep", [])
+
+
 def test_tables_hold_every_method_and_mark_where_intervals_are_apart(subject, texts):
     options = EvaluationOptions(keeps=[0.5], length=24, continuation=8, resamples=200, repeats=1)
     record = evaluate(subject, texts, corpus=texts, options=options)

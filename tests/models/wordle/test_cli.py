@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_unified.models.wordle.__main__ import main
+from lightning_unified.models.wordle.game.state import State
 from lightning_unified.models.wordle.game.words import WordList, read_words, split_secrets
+from lightning_unified.models.wordle.play.terminal import keyboard
 from lightning_unified.models.wordle.prompts import completion
 
 
@@ -160,3 +162,12 @@ def test_what_makes_no_sense_is_said_in_a_line(given, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_keyboard_without_colours_marks_its_letters():
+    state = State().after("crane", "cigar")
+    plain, coloured = (keyboard(state, colours=colours).plain for colours in (False, True))
+
+    assert all(f" {letter}{mark}" in plain for letter, mark in zip("crane", "gyyxx", strict=True))
+    assert " q  w  ex" in plain
+    assert "cg" not in coloured

@@ -2,13 +2,19 @@
 // Show the values at the step under the pointer, or of the arrow keys, in each chart.
 (() => {
   const units = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+  const duration = value => {
+    if (value < 1) return value < 1e-3 ? `${Number((value * 1e6).toPrecision(3))} µs` : `${Number((value * 1e3).toPrecision(3))} ms`;
+    if (value < 119.5) return `${Number(value.toPrecision(3))} s`;
+    const seconds = Math.round(value), minutes = Math.floor(seconds / 60);
+    return minutes < 120 ? `${minutes} min ${seconds % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  };
   const shown = (value, unit) => {
     if (value === null) return "not finite";
     if (unit === "bytes") {
       const found = units.find(([size]) => Math.abs(value) >= size);
       return found ? `${(value / found[0]).toFixed(2)} ${found[1]}` : `${value} B`;
     }
-    if (unit === "seconds") return value >= 1 ? `${value.toPrecision(3)} s` : `${(value * 1e3).toPrecision(3)} ms`;
+    if (unit === "seconds") return duration(value);
     const text = Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(5)));
     return unit === "rows" ? `${text} rows` : text;
   };
@@ -64,5 +70,17 @@
       if (move) { event.preventDefault(); show(Math.min(steps.length - 1, Math.max(0, current + move))); }
       if (event.key === "Escape") hide();
     });
+  }
+  for (const wide of document.querySelectorAll(".wide")) {
+    const more = Object.assign(document.createElement("p"), { className: "more", textContent: "More columns to the right: scroll the table sideways →" });
+    const look = () => {
+      const hides = wide.scrollWidth > wide.clientWidth + 1;
+      more.hidden = !hides;
+      wide.classList.toggle("hides", hides && wide.scrollLeft + wide.clientWidth < wide.scrollWidth - 1);
+    };
+    wide.before(more);
+    wide.addEventListener("scroll", look, { passive: true });
+    new ResizeObserver(look).observe(wide);
+    look();
   }
 })();

@@ -185,7 +185,7 @@ def _configuration(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         differing = differences(runs)
         rows = [
-            [f"<code>{escape(key)}</code>", *(escape(text_of(value)) if has else "–" for has, value in values)]
+            [f"<code>{escape(key)}</code>", *(escape(text_of(value)) if has else "not set" for has, value in values)]
             for key, values in differing.items()
         ]
         head = ["", *(_chip(index, run) for index, run in enumerate(runs))]

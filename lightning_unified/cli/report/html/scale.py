@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from lightning_unified.units import GIB, KIB, MIB, format_bytes
+from lightning_unified.units import GIB, KIB, MIB, format_bytes, format_duration
 
 __all__ = ["Unit", "amount", "labels", "ticks"]
 
@@ -58,18 +58,9 @@ def amount(value: float | None, unit: Unit = "") -> str:
     if unit == "bytes":
         return format_bytes(round(value))
     if unit == "seconds":
-        return _seconds(value)
+        return format_duration(value)
     text = f"{value:,.0f}" if value == int(value) and abs(value) < 1e12 else _significant(value)
     return f"{text} rows" if unit == "rows" else text
-
-
-def _seconds(value: float) -> str:
-    if value == 0:
-        return "0 s"
-    for limit, size, name in ((120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h")):
-        if value >= 1 and value < limit:
-            return f"{value / size:.3g} {name}"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
 def _significant(value: float) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from lightning_unified.cli.report.html.scale import amount, labels, ticks
-from lightning_unified.cli.report.html.tables import chip, table
+from lightning_unified.cli.report.html.tables import chip, table, text_of
+from lightning_unified.cli.report.run_directory.configuration import flat
 from lightning_unified.cli.report.run_directory.figures import at, number, validation_loss
 from lightning_unified.cli.report.run_directory.records import Run
 
@@ -35,9 +36,9 @@ def varied_section(runs: Sequence[Run]) -> str:
 
 
 def _varied(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Return the varied keys with each run's value, as given on its command line.
+    """Return the varied keys with each run's value, as given on its command line, else as its configuration has it.
 
-    The value is None where a run has no such key.
+    The value is None where neither has such a key, as for the choice of a group.
     """
     given: list[dict[str, str]] = []
     for run in runs:
@@ -45,7 +46,15 @@ def _varied(runs: Sequence[Run]) -> dict[str, list[str | None]]:
         given.append({key: value for key, _, value in pairs})
     keys = dict.fromkeys(key for each in given for key in each if key != "run_dir")
     found = {key: [each.get(key) for each in given] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    configs = [flat(run) for run in runs]
+    varied = {key: values for key, values in found.items() if len(set(values)) > 1}
+    return {
+        key: [
+            text_of(config[key]) if value is None and key in config else value
+            for value, config in zip(values, configs, strict=True)
+        ]
+        for key, values in varied.items()
+    }
 
 
 def _table(given: dict[str, list[str | None]], runs: Sequence[Run]) -> str:
@@ -57,7 +66,7 @@ def _table(given: dict[str, list[str | None]], runs: Sequence[Run]) -> str:
     for place, index in enumerate(order):
         run = runs[index]
         figures = [validation_loss(run), *(number(run.summary, "validation", name) for name in names)]
-        cells = [escape("–" if values[index] is None else str(values[index])) for values in given.values()]
+        cells = [escape("default" if values[index] is None else str(values[index])) for values in given.values()]
         cells += [escape(amount(figure)) for figure in figures]
         cells += [escape(amount(number(run.summary, "seconds"), "seconds")), escape(run.status)]
         best = place == 0 and math.isfinite(_rank(run))

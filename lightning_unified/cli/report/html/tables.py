@@ -182,7 +182,7 @@ def _cell(value: Any, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {text_of(member)}" for key, member in value.items())
-    return "–" if value is None else text_of(value)
+    return "default" if value is None else text_of(value)
 
 
 def instants(run: Run) -> list[tuple[str, float]]:

@@ -1,6 +1,6 @@
 """Render an explanation for a terminal or as HTML.
 
-Words for the label are green, words against it red.
+Words for the label are green, words against it red; without colours they bear signed numbers.
 """
 
 import html
@@ -12,6 +12,7 @@ from lightning_unified.models.classifier.explanation.explain import Explanation
 
 __all__ = ["page", "segments", "summary", "terminal"]
 
+_LEAST_SHOWN = 0.1
 _FOR, _AGAINST = (0, 140, 70), (200, 40, 40)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -44,7 +45,7 @@ def segments(explanation: Explanation) -> Iterator[tuple[str, float]]:
 
 def summary(explanation: Explanation) -> str:
     """Return label, probability, convergence and deletion in one line."""
-    verdict = "" if explanation.converged else "; NOT converged, do not trust these colours"
+    verdict = "" if explanation.converged else "; NOT converged, do not trust these strengths"
     share = abs(explanation.delta) / max(abs(explanation.difference), 1e-12)
     parts = [
         f"{explanation.label} {explanation.probability:.4f} (all words masked: {explanation.baseline_probability:.4f})",
@@ -58,12 +59,18 @@ def summary(explanation: Explanation) -> str:
     return "; ".join(parts)
 
 
-def terminal(explanation: Explanation) -> Text:
-    """Return the text for `rich.print`; a stronger word has a stronger colour."""
+def terminal(explanation: Explanation, *, colours: bool = True) -> Text:
+    """Return the text for `rich.print`; a stronger word has a stronger colour.
+
+    Without colours, words of at least a tenth of the strongest word's strength are followed by it, as in `bad[-0.80]`.
+    """
     shown = Text()
     for text, strength in segments(explanation):
         if not strength:
             shown.append(text)
+            continue
+        if not colours:
+            shown.append(f"{text}[{strength:+.2f}]" if abs(strength) >= _LEAST_SHOWN else text)
             continue
         red, green, blue = (round(255 + (part - 255) * abs(strength)) for part in _colour(strength))
         shown.append(text, style=f"{'white' if abs(strength) > 0.6 else 'black'} on rgb({red},{green},{blue})")

@@ -40,9 +40,16 @@ def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> l
     return runs
 
 
-def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> Text:
-    """Return the text for `rich.print`: kept tokens bold and green, dropped ones dim, red and struck through."""
+def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool], colours: bool = True) -> Text:
+    """Return the text for `rich.print`: kept tokens bold and green, dropped ones dim, red and struck through.
+
+    Without colours, dropped tokens stand between `[-` and `-]`.
+    """
     shown = Text()
+    if not colours:
+        return shown.append(
+            "".join(text if flag else f"[-{text}-]" for text, flag in segments(encoder, ids, kept=kept))
+        )
     for text, flag in segments(encoder, ids, kept=kept):
         shown.append(text, style="bold green" if flag else "dim red strike")
     return shown

@@ -1,6 +1,6 @@
 """The game on a terminal: coloured rows.
 
-Terminals without colours show the marks in letters.
+Terminals without colours show the marks in letters: g green, y yellow, x gray.
 """
 
 from rich.box import SIMPLE
@@ -28,8 +28,8 @@ def row(turn: Turn, *, hidden: bool = False) -> Text:
     return shown.append(f"  {''.join(_MARKS[mark] for mark in marks(turn.code))}", style="dim")
 
 
-def keyboard(state: State) -> Text:
-    """Return a keyboard with each letter's best mark so far."""
+def keyboard(state: State, *, colours: bool = True) -> Text:
+    """Return a keyboard with each letter's best mark so far: as colour, or as g, y or x behind the letter."""
     best: dict[str, int] = {}
     for turn in state.turns:
         for letter, mark in zip(turn.guess, marks(turn.code), strict=True):
@@ -38,7 +38,8 @@ def keyboard(state: State) -> Text:
     for number, letters in enumerate(_ROWS):
         shown.append("\n" * (number > 0) + "  " * number)
         for letter in letters:
-            shown.append(f" {letter} ", style=_STYLES[best[letter]] if letter in best else "")
+            mark = "" if colours or letter not in best else _MARKS[best[letter]]
+            shown.append(f" {letter}{mark or ' '}", style=_STYLES[best[letter]] if letter in best else "")
     return shown
 
 

@@ -1,0 +1,18 @@
+"""Output to a terminal, a pipe or a file: streams that never end a run, labelled lines, activities."""
+
+from lightning_unified.terminal.activities import activity
+from lightning_unified.terminal.lines import is_live, label, labelled, listed, say, short_path, wrapped
+from lightning_unified.terminal.streams import LastingOutput, lasting_output
+
+__all__ = [
+    "LastingOutput",
+    "activity",
+    "is_live",
+    "label",
+    "labelled",
+    "lasting_output",
+    "listed",
+    "say",
+    "short_path",
+    "wrapped",
+]
