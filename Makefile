@@ -45,13 +45,13 @@ lock: ## write requirements.lock anew from a clean environment
 clean: ## remove the environment (runs stay)
 	rm -rf $(VENV)
 
-# The first Python on PATH that is 3.11, 3.12 or 3.13; PYTHON=… overrides the search.
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3 python; do command -v $$p >/dev/null 2>&1 && $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
+# The first Python on PATH from 3.11 to 3.14; PYTHON=… overrides the search.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 python; do command -v $$p >/dev/null 2>&1 && $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c '$(SUPPORTED)' 2>/dev/null; then \
-	  echo "Python 3.11, 3.12 or 3.13 is needed, with its venv module; found $$(python3 --version 2>&1 || echo none)." >&2; \
+	  echo "Python 3.11, 3.12, 3.13 or 3.14 is needed, with its venv module; found $$(python3 --version 2>&1 || echo none)." >&2; \
 	  echo "Install one, or name it: make train PYTHON=/path/to/python3.11" >&2; exit 2; fi
 	@echo "Installing into $(VENV) with $$($(PYTHON) --version); this takes a minute or two."
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { echo "venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 2; }
