@@ -37,6 +37,17 @@ wrote for the first time (version counters and checksums show the write), and a 
 """
 
 from lightning_unified.step.undo.roots import EVALUATION_STEPS, TRAINING_STEP, Roots, roots_of
+from lightning_unified.step.undo.states import Drawn, no_draws
 from lightning_unified.step.undo.watch import BatchWatch, Noted, StateWatch
 
-__all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "BatchWatch", "Noted", "Roots", "StateWatch", "roots_of"]
+__all__ = [
+    "EVALUATION_STEPS",
+    "TRAINING_STEP",
+    "BatchWatch",
+    "Drawn",
+    "Noted",
+    "Roots",
+    "StateWatch",
+    "no_draws",
+    "roots_of",
+]

@@ -5,12 +5,15 @@ import copy
 import functools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-__all__ = ["Drawn", "set_state", "state_of"]
+from lightning_unified.errors import UndoError
+
+__all__ = ["Drawn", "no_draws", "set_state", "state_of"]
 
 
 class Drawn(Iterator[Any]):
@@ -18,24 +21,51 @@ class Drawn(Iterator[Any]):
 
     Attributes:
         source: The iterator.
-        draws: The number of draws so far; any other use of `source` counts too.
+        draws: The number of draws so far; `send`, `throw` and `close` of a Python generator count too.
+        may_draw: Whether any stand-in may be drawn from now; `no_draws` sets it.
     """
 
     __slots__ = ("draws", "source")
+    may_draw = True
 
     def __init__(self, source: Any) -> None:
         self.source, self.draws = source, 0
 
     def __next__(self) -> Any:
-        self.draws += 1
-        return next(self.source)
+        return next(self._counted())
 
-    def __getattr__(self, name: str) -> Any:  # `send` of a Python generator
-        self.draws += 1
+    def send(self, value: Any) -> Any:
+        return self._counted().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._counted().throw(*error)
+
+    def close(self) -> None:
+        self._counted().close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as `__deepcopy__`
+            raise AttributeError(name)
         return getattr(self.source, name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"cannot pickle or copy a {type(self.source).__name__}")
+
+    def _counted(self) -> Any:
+        if not Drawn.may_draw:
+            raise UndoError(f"it draws from a {type(self.source).__name__}, which Python cannot copy")
+        self.draws += 1
+        return self.source
+
+
+@contextmanager
+def no_draws() -> Iterator[None]:
+    """Let every draw from a stand-in fail inside the block, before it changes anything."""
+    may_draw, Drawn.may_draw = Drawn.may_draw, False
+    try:
+        yield
+    finally:
+        Drawn.may_draw = may_draw
 
 
 def state_of(value: Any) -> Any:

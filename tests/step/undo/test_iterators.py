@@ -6,12 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from lightning_unified.errors import UndoError
 from lightning_unified.step.undo import Roots, StateWatch
-from tests.step.undo.test_undo import train
-from tests.support.modules.undo import Holds
+from tests.step.undo.test_undo import tensors, train
+from tests.support.modules.undo import Holds, Plain
 
 OLD = sys.version_info < (3, 14)  # which copies iterators of `itertools` by `__reduce__`
 
@@ -144,5 +145,27 @@ def test_a_step_that_draws_from_a_generator_is_not_repeated():
     train(lambda: Holds(numbers, next), batch_size=1)
     with pytest.raises(UndoError, match=r"drawn from Holds\.kept, a generator"):
         train(lambda: Holds(numbers, next), at=[3], batch_size=1)
-    with pytest.raises(UndoError, match=r"drawn from Holds\.kept, a generator"):  # by the dry run
+    with pytest.raises(UndoError, match=r"drawn from Holds\.kept, a generator"):  # by the probe
         train(lambda: Holds(numbers, next), predict=True, budget="1MiB")
+
+
+def test_a_generator_that_a_hook_draws_from_loses_no_value_to_a_dry_run():
+    class Draws(Plain):
+        def __init__(self):
+            super().__init__()
+            self.numbers, self.number, self.drawn = numbers(), 0, []
+
+        def draw(self):
+            return self.number
+
+        def on_train_batch_start(self, *_):
+            self.number = next(self.numbers) / 9
+            self.drawn.append(self.number)
+
+    undisturbed, _ = train(Draws, batch_size=1)
+    planned, trainer = train(Draws, at=[3], batch_size=1, predict=True, budget="1MiB")
+
+    assert trainer.strategy.recoveries == 1
+    assert "draws from a generator" in trainer.strategy.plan.reasons["prediction"]
+    assert planned.drawn == undisturbed.drawn
+    assert torch.equal(tensors(planned), tensors(undisturbed))
