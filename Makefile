@@ -83,14 +83,6 @@ ifneq ($(filter-out auto $(shell cat $(INSTALLED) 2>/dev/null),$(TORCH)),)
 .PHONY: $(INSTALLED)
 endif
 
-# An environment that is there already keeps its Python: refuse another one, rather than ignore it.
-ifneq ($(origin PYTHON),file)
-OTHER := $(shell [ -x $(PY) ] && command -v $(PYTHON) >/dev/null && [ "$$($(PY) --version)" != "$$($(PYTHON) --version)" ] && $(PY) --version)
-ifneq ($(and $(OTHER),$(filter-out clean help lock,$(or $(MAKECMDGOALS),help))),)
-$(error PYTHON=$(PYTHON) is $(shell $(PYTHON) --version), and $(VENV) has $(OTHER); remove it by make clean, or leave PYTHON out)
-endif
-endif
-
 $(INSTALLED): requirements.lock pyproject.toml
 	@if ! $(or $(PYTHON),false) -c '$(SUPPORTED)' 2>/dev/null; then \
 	  found=$$($(or $(PYTHON),python3) --version 2>&1 | head -n 1); \

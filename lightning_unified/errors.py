@@ -9,6 +9,7 @@
     └── RunError               the run failed                                          (exit code 1)
         ├── OutOfMemoryError       the smallest unit of work does not fit
         ├── HalfUpdatedError       memory ran out while the optimizer was writing weights
+        ├── UndoError              a step changed state that cannot be restored
         ├── RankError              another rank failed, is gone, or is at another point of the run
         ├── HostFrozenError        a simulated machine would hang here
         ├── GradientError          gradients were not finite for too long
@@ -33,6 +34,7 @@ __all__ = [
     "RankError",
     "RunError",
     "SplitError",
+    "UndoError",
 ]
 
 
@@ -74,6 +76,10 @@ class OutOfMemoryError(RunError):
 
 class HalfUpdatedError(RunError):
     """Memory ran out while the optimizer was writing weights, and no copy exists to restore."""
+
+
+class UndoError(RunError):
+    """A step that is undone changed state that cannot be restored, so training cannot go on exactly."""
 
 
 class RankError(RunError):

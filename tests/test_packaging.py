@@ -45,10 +45,13 @@ def test_the_lock_holds_every_dependency_and_every_extra():
 
 
 def test_only_what_is_tested_is_claimed():
+    """The first and the last cell of `ci/matrix` are the versions that pyproject.toml allows."""
     project = PROJECT["project"]
+    cells = re.findall(r"3\.(\d+)-2\.(\d+)", (ROOT / "ci" / "matrix").read_text("utf-8").partition("|| cells=")[2])
+    pythons, torches = ({int(cell[side]) for cell in cells} for side in (0, 1))
 
-    assert project["requires-python"] == ">=3.11,<3.14"
-    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert project["requires-python"] == f">=3.{min(pythons)},<3.{max(pythons) + 1}"
+    assert f"torch>=2.{min(torches)},<2.{max(torches) + 1}" in project["dependencies"]
     assert "lightning>=2.6,<2.7" in project["dependencies"]
     assert {"models", "data", "pretrained", "classifier", "sweep", "dev", "all"} == set(
         project["optional-dependencies"]

@@ -20,6 +20,7 @@ from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.errors import UndoError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.step_traces import BatchRows, CountedMemory
 from lightning_unified.planner.traced_sizes import TracedSizes
@@ -221,6 +222,8 @@ class FirstValidation:
             found = plan_validation(
                 step, limit=limit, micro_batch_size=sizes.max_micro_batch_size, factor=factor, counted=counted
             )
+        except UndoError:
+            raise
         except Exception as error:  # in the module or the planner: a run must not end because it has no plan
             self.reason = f"not predicted: {error}"
             return

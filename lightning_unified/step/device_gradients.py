@@ -11,6 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_unified.errors import UndoError
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
@@ -113,6 +114,8 @@ class DeviceGradientCheck:
                 self._in_eval = owns_dropout
                 found = self._undone(kwargs, rows, of=of)
             return found
+        except UndoError:
+            raise
         except Exception as error:  # a module may do anything that fails on a CPU or with copied weights
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         release_cached_memory(self._device)  # after the `except` block, whose traceback held the frames

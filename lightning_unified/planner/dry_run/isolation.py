@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
+from lightning_unified.step.undo import no_draws
+
 __all__ = ["untouched"]
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytorch_lightning")
@@ -31,6 +33,7 @@ def untouched() -> Iterator[None]:
         stack.callback(_set_rng_states, _collect_rng_states(include_cuda=torch.cuda.is_initialized()))
         stack.enter_context(_no_collection())
         stack.enter_context(_silence())
+        stack.enter_context(no_draws())  # a dry run that draws from a Python generator is given up before it does
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.planner.fake.known_values import set_value
+from lightning_unified.step.undo import Drawn
 
 __all__ = ["UncopyableError", "fake_copy", "fake_tensor"]
 
@@ -153,6 +154,7 @@ _SHARED: tuple[type, ...] = (
     torch.Generator,  # fake operations draw no random numbers
     types.ModuleType,
     types.GeneratorType,
+    Drawn,
     type(threading.Lock()),
     type(threading.RLock()),
 )

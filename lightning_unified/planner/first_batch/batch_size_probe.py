@@ -15,6 +15,7 @@ import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.cost_model.memory.static import static_bytes
+from lightning_unified.errors import UndoError
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.undone_run import Undone, gradient_of_step
@@ -133,6 +134,8 @@ def probe_sizes(
     ):
         try:
             found = BatchSizeProbe(trainer, policy).run(batch, shape, step=step)
+        except UndoError:
+            raise
         except Exception as error:  # the step may need the whole batch, which has not run yet
             why = f"{why}; and it did not run on fewer rows: {type(error).__name__}: {error}"
     if found is None:

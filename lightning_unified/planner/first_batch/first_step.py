@@ -16,7 +16,7 @@ import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
-from lightning_unified.errors import BudgetError, DryRunError
+from lightning_unified.errors import BudgetError, DryRunError, UndoError
 from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planner.first_batch.batch_size_probe import probe_sizes
 from lightning_unified.planner.first_batch.planning import StepPlanning
@@ -79,6 +79,7 @@ class FirstStep:
 
         Raises:
             BudgetError: If no plan fits.
+            UndoError: If planning changed state that cannot be restored.
         """
         watch, elements = self._policy.watch, 1 if shape is None else shape.elements
         if self._kinds.covers(batch, elements):
@@ -102,7 +103,7 @@ class FirstStep:
             if watch.counts_process:
                 watch.release()
             watch.count_anew()  # memory of the dry run on the host is no part of the run's peak
-        except BudgetError:
+        except (BudgetError, UndoError):
             raise
         except Exception as error:  # in the module or the planner: a run must not end because it has no plan
             kind = "" if isinstance(error, (DryRunError, MisalignedError)) else f"{type(error).__name__}: "

@@ -11,7 +11,7 @@ import lightning as L
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate, Choice
-from lightning_unified.errors import BudgetError
+from lightning_unified.errors import BudgetError, UndoError
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import (
     StepInputs,
@@ -163,6 +163,8 @@ class StepPlanning:
                 return
             best = planner.choose([self._combination], budget_bytes=limit, rates=self.speeds.rates).best
             self.shorter[shape.elements] = None if best is None else planner.prediction_of(best)
+        except UndoError:
+            raise
         except Exception as error:  # in the module or the planner: recovery then finds the size that fits
             log.info("Shorter rows could not be planned for: %s", error)
             return

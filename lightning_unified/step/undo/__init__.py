@@ -16,9 +16,10 @@ Restored are:
 - dicts, lists, sets and deques in these attributes, and nested ones;
 - buffers, plain tensors, frozen parameters and NumPy arrays that were written in place;
 - torchmetrics objects, wherever they are held;
-- generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators over sequences, `itertools`;
+- generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators, also of `itertools`
+  (`iterators`);
 - globals and closure variables that the step's methods name, and the objects in them;
-- options of parameter groups, attributes of learning rate schedulers, and the batch (`batches`).
+- options of parameter groups, attributes of learning rate schedulers, and the batch (`BatchWatch`).
 
 Trained parameters, their gradients and the optimizer's state are recorded elsewhere (`step.recovery`), because they are as large as the
 model.
@@ -28,15 +29,25 @@ Not restored are:
 - trained parameters that a step replaces by other objects;
 - state that is reachable only through functions that the step calls, and attributes of classes;
 - objects of Lightning, torch and the standard library;
-- Python generators, iterators over files, files, sockets, and other processes' memory;
+- files, sockets, other processes' memory, and iterators over files and of a `DataLoader`;
 - values inside the entries of containers with more than 1,000 entries; the entries themselves are restored.
 
-A large tensor that a failed step wrote for the first time cannot be restored. Version counters and checksums show the write, and the run
-stops with an error that names the tensor.
+Some changes are seen that cannot be restored, and the run stops with an error that names the place: a large tensor that a failed step
+wrote for the first time (version counters and checksums show the write), and a draw from a Python generator (a stand-in counts draws).
 """
 
-from lightning_unified.step.undo.batches import BatchWatch
 from lightning_unified.step.undo.roots import EVALUATION_STEPS, TRAINING_STEP, Roots, roots_of
-from lightning_unified.step.undo.watch import Noted, StateWatch
+from lightning_unified.step.undo.states import Drawn, no_draws
+from lightning_unified.step.undo.watch import BatchWatch, Noted, StateWatch
 
-__all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "BatchWatch", "Noted", "Roots", "StateWatch", "roots_of"]
+__all__ = [
+    "EVALUATION_STEPS",
+    "TRAINING_STEP",
+    "BatchWatch",
+    "Drawn",
+    "Noted",
+    "Roots",
+    "StateWatch",
+    "no_draws",
+    "roots_of",
+]

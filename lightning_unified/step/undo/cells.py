@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_unified.errors import RunError
+from lightning_unified.errors import UndoError
 from lightning_unified.step.undo.kinds import Kind
 
 __all__ = [
@@ -175,7 +175,7 @@ class LongCell(Cell):
         if isinstance(self.target, list) and len(self.target) > length and self.target[length - 1] is last:
             del self.target[length:]
         if self.copy()[0] != length or self.copy()[1] is not last:
-            raise RunError(
+            raise UndoError(
                 f"memory ran out in a step that changed {path_text(self.path)}, a {type(self.target).__name__} of {length:,} entries; containers of "
                 f"more than {LARGEST:,} entries are not copied, so the step cannot be repeated exactly. Resume from the last checkpoint, and "
                 "change such a container in on_train_batch_end, or let it grow at its end only."

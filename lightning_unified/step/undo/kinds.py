@@ -8,6 +8,7 @@ import random
 import sys
 import types
 from collections import deque
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["Kind", "is_ours", "kind_of"]
+from lightning_unified.step.undo.states import Drawn
+
+__all__ = ["Kind", "holds_iterators", "is_ours", "kind_of"]
 
 
 class Kind(enum.Enum):
@@ -50,20 +53,24 @@ _STATES = (
     array.array,
 )
 _ITERATORS: tuple[type, ...] = (
-    itertools.count,
-    itertools.cycle,
-    itertools.repeat,
-    itertools.chain,
-    itertools.islice,
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type) and hasattr(kind, "__next__")),
     enumerate,
     zip,
     map,
-    type(iter([])),
-    type(iter(())),
-    type(iter("")),
+    filter,
+    reversed,
+    types.GeneratorType,
+    *(type(iter(kind())) for kind in (list, tuple, str, bytes, bytearray, dict, set, deque)),
+    *(type(reversed(kind())) for kind in (list, dict)),
+    *(type(iter(view)) for view in ({}.values(), {}.items())),
+    type(iter("é")),
     type(iter(range(0))),
     type(iter(range(1 << 70))),
+    type(iter(int, 1)),
+    type(iter(np.zeros(1))),  # over a class with `__getitem__`
+    Drawn,
 )
+_WIDEST = 1000  # entries of a tuple that are searched for iterators
 _NEVER = (
     type,
     types.ModuleType,
@@ -106,6 +113,12 @@ def kind_of(kind: type) -> Kind:
         return Kind.INERT
     has_attributes = kind.__dictoffset__ != 0 or any(vars(base).get("__slots__") for base in kind.__mro__)
     return Kind.OBJECT if has_attributes else Kind.INERT
+
+
+def holds_iterators(value: tuple[Any, ...]) -> bool:
+    """Return whether a tuple, or a tuple in it, holds iterators."""
+    kinds = [(kind_of(type(one)), one) for one in value[:_WIDEST]]
+    return any(kind is Kind.ITERATOR or (kind is Kind.TUPLE and holds_iterators(one)) for kind, one in kinds)
 
 
 def is_ours(kind: type) -> bool:

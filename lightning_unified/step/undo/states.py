@@ -1,19 +1,71 @@
-"""Record and restore generators, byte arrays and iterators."""
+"""Record and restore generators and byte arrays; count the draws from other iterators."""
 
 import array
 import copy
 import functools
 import random
-import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from lightning_unified.step.undo.kinds import Kind, kind_of
+from lightning_unified.errors import UndoError
 
-__all__ = ["iterator_copied", "set_state", "state_of"]
+__all__ = ["Drawn", "no_draws", "set_state", "state_of"]
+
+
+class Drawn(Iterator[Any]):
+    """Stands in for an iterator that cannot be copied, and counts the values drawn from it.
+
+    Attributes:
+        source: The iterator.
+        draws: The number of draws so far; `send`, `throw` and `close` of a Python generator count too.
+        may_draw: Whether any stand-in may be drawn from now; `no_draws` sets it.
+    """
+
+    __slots__ = ("draws", "source")
+    may_draw = True
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.draws = source, 0
+
+    def __next__(self) -> Any:
+        return next(self._counted())
+
+    def send(self, value: Any) -> Any:
+        return self._counted().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._counted().throw(*error)
+
+    def close(self) -> None:
+        self._counted().close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # such as `__deepcopy__`
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"cannot pickle or copy a {type(self.source).__name__}")
+
+    def _counted(self) -> Any:
+        if not Drawn.may_draw:
+            raise UndoError(f"it draws from a {type(self.source).__name__}, which Python cannot copy")
+        self.draws += 1
+        return self.source
+
+
+@contextmanager
+def no_draws() -> Iterator[None]:
+    """Let every draw from a stand-in fail inside the block, before it changes anything."""
+    may_draw, Drawn.may_draw = Drawn.may_draw, False
+    try:
+        yield
+    finally:
+        Drawn.may_draw = may_draw
 
 
 def state_of(value: Any) -> Any:
@@ -24,48 +76,6 @@ def state_of(value: Any) -> Any:
 def set_state(value: Any, state: Any) -> None:
     """Set the state of `value` to one that `state_of` returned."""
     _access(type(value))[1](value, state)
-
-
-def iterator_copied(iterator: Any) -> Any:
-    """Return a copy of `iterator` at its present position, and leave `iterator` where it is.
-
-    The copy shares the sequences that it iterates over. An iterator that cannot be copied (over a generator function or a file) is
-    returned as it is, and is not restored.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.14 ends this for itertools
-        try:
-            return _rebuilt(iterator)
-        except (TypeError, AttributeError):
-            return iterator
-
-
-def _rebuilt(iterator: Any) -> Any:
-    make, arguments, *state = iterator.__reduce__()
-    rebuilt = make(*map(_inner, arguments))
-    for one in state:
-        if one is not None:
-            rebuilt.__setstate__(_state(one))
-    return rebuilt
-
-
-def _state(state: Any) -> Any:
-    """Return the state of an iterator with its lists copied: `itertools.cycle` adds to its own."""
-    if isinstance(state, tuple):
-        return tuple(map(_state, state))
-    return list(state) if isinstance(state, list) else _inner(state)
-
-
-def _inner(value: Any) -> Any:
-    """Return an argument that rebuilds an iterator, with the iterators in it copied."""
-    kind = kind_of(type(value))
-    if kind is Kind.ITERATOR:
-        return _rebuilt(value)
-    if kind is Kind.TUPLE:
-        return tuple(map(_inner, value))
-    if hasattr(value, "__next__"):
-        raise TypeError(f"a {type(value).__name__} cannot be copied")
-    return value
 
 
 def _set_bit_generator(generator: Any, state: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_unified.errors import RunError
+from lightning_unified.errors import UndoError
 from lightning_unified.step.undo.cells import path_text
 from lightning_unified.step.undo.plans import SMALL, Plan, Rooms, bytes_of, is_plain, kind_of_tensor
 from lightning_unified.step.undo.walk import FoundTensor
@@ -225,14 +225,14 @@ class NotedTensors:
         """Write every copy back.
 
         Raises:
-            RunError: If a tensor without a copy has changed.
+            UndoError: If a tensor without a copy has changed.
         """
         for entry, room in self.copied:
             if not _is_equal(entry.tensor, room):
                 _write(entry.tensor, room)
         changed = self._changed()
         if changed:
-            raise RunError(_refusal(changed))
+            raise UndoError(_refusal(changed))
 
     def _changed(self) -> list[FoundTensor]:
         """Return the tensors without a copy that have changed."""

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_unified.step.undo.cells import Cell, MappingCell, Path, cells_of
-from lightning_unified.step.undo.kinds import Kind, kind_of
+from lightning_unified.step.undo.kinds import Kind, holds_iterators, kind_of
 
 __all__ = ["Found", "FoundTensor", "Walk"]
 
@@ -50,7 +50,7 @@ class Found:
     Attributes:
         cells: Each with a copy of its contents.
         states: Generators and other values with a state, each with its path.
-        iterators: Each with the cell that holds it and its name there.
+        iterators: Iterators, and tuples that hold some, each with its cell and its name there.
         arrays: NumPy arrays, with their paths and slots.
         tensors: Tensors that are not trained.
         modules: Modules that the walk met, with their paths.
@@ -182,6 +182,8 @@ class Walk:
         elif kind is _INERT or self._is_seen(value):
             return
         elif kind is Kind.TUPLE:
+            if cell is not None and holds_iterators(value):
+                found.iterators.append((cell, name, value))
             if depth < _DEEPEST:
                 for index, entry in enumerate(value):
                     self._take(None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1)

@@ -5,19 +5,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_unified.errors import RunError
+from lightning_unified.errors import UndoError
 from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
-from lightning_unified.step.undo.kinds import Kind
+from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
+from lightning_unified.step.undo.kinds import Kind, holds_iterators
 from lightning_unified.step.undo.roots import Roots
-from lightning_unified.step.undo.states import iterator_copied, set_state, state_of
+from lightning_unified.step.undo.states import set_state, state_of
 from lightning_unified.step.undo.still import StillCells, holds
 from lightning_unified.step.undo.tensors import NotedTensors, TensorKeeper
 from lightning_unified.step.undo.walk import Found, FoundTensor, Walk
 
-__all__ = ["Noted", "StateWatch"]
+__all__ = ["BatchWatch", "Noted", "StateWatch"]
 
 _ALWAYS = (NamesCell, ClosureCell, SlotsCell, LongCell)  # few cells, so they are copied before every step
 _SMALL_ARRAY = 1 << 16  # bytes
@@ -57,6 +58,8 @@ class StateWatch:
         changing = self._of_changing()
         if changing.modules:  # new modules since the last scan
             still = self._scan()
+            changing = self._of_changing()
+        if put_stand_ins(changing.iterators):
             changing = self._of_changing()
         tensors = [*changing.tensors, *_tensors_of(changing), *_tensors_of(self._found)]
         noted = None if self._tensors is None else self._tensors.note(self._found.tensors, tensors)
@@ -128,7 +131,9 @@ class StateWatch:
             isinstance(cell, _ALWAYS)
             or id(cell.target) in self._changing
             or any(
-                kind in (Kind.ARRAY, Kind.ITERATOR) or (kind is Kind.TENSOR and not isinstance(value, nn.Parameter))
+                kind in (Kind.ARRAY, Kind.ITERATOR)
+                or (kind is Kind.TUPLE and holds_iterators(value))
+                or (kind is Kind.TENSOR and not isinstance(value, nn.Parameter))
                 for _, value, kind in entries
             )
         )
@@ -161,7 +166,7 @@ class Noted:
         self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells
         self.states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
-        self._iterators = [(cell, name, iterator_copied(value)) for cell, name, value in changing.iterators]
+        self._iterators = NotedIterators(changing.iterators)
         small = (one for one in (*scanned.arrays, *changing.arrays) if one[0].nbytes <= _SMALL_ARRAY)
         self.arrays = [(array, array.copy(), path) for array, path, _ in small]
 
@@ -177,17 +182,16 @@ class Noted:
         """Restore the recorded state; may be called more than once.
 
         Raises:
-            RunError: If something changed that cannot be restored; everything else has been restored by then.
+            UndoError: If something changed that cannot be restored; everything else has been restored by then.
         """
         self._still.restore()
-        errors: list[RunError] = []
+        errors: list[UndoError] = []
         for cell, contents in self._cells:
             try:
                 cell.restore(contents)
-            except RunError as error:
+            except UndoError as error:
                 errors.append(error)
-        for cell, name, iterator in self._iterators:
-            cell.put(name, iterator_copied(iterator))
+        errors += self._iterators.restore()
         for value, state, _ in self.states:
             set_state(value, state)
         for array, entries, _ in self.arrays:
@@ -197,6 +201,46 @@ class Noted:
             self.tensors.restore()
         if errors:
             raise errors[0]
+
+
+class BatchWatch:
+    """The containers, objects and tensors of a batch, restored for another attempt.
+
+    Contents of containers and attributes of objects (graphs, dataclasses) are restored. Tensors are not copied; the version counter shows
+    whether one was written in place.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        found = Walk().value(batch, (None, "batch", "global")).found
+        self._batch, self._cells = batch, found.cells
+        tensors = [one.tensor for one in found.tensors if not one.tensor.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+        self._leaves = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors if tensor.is_leaf]
+
+    def again(self) -> Any:
+        """Restore the batch for another attempt, and return it.
+
+        Raises:
+            UndoError: If the failed attempt wrote one of its tensors in place.
+        """
+        for cell, contents in self._cells:
+            cell.restore(contents)
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise UndoError(
+                "memory ran out in a step that had changed a tensor of its batch in place, so the step cannot be repeated exactly; "
+                "let training_step make new tensors, or change the batch in MicroBatchRules(prepare=…), which runs once."
+            )
+        for tensor, requires_grad, gradient in self._leaves:
+            _set_leaf(tensor, requires_grad=requires_grad, gradient=gradient)
+        return self._batch
+
+
+def _set_leaf(tensor: Tensor, *, requires_grad: bool, gradient: Tensor | None) -> None:
+    """Restore `requires_grad` and `grad` of a leaf tensor."""
+    if tensor.requires_grad != requires_grad and tensor.is_leaf:
+        tensor.requires_grad_(requires_grad)
+    if tensor.grad is not gradient:
+        tensor.grad = gradient
 
 
 _DICTS = ("_modules", "_parameters", "_buffers")

@@ -166,11 +166,10 @@ class Texts(Contrastive):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
-
+        transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
-        self.net = BertModel(
-            BertConfig(
+        self.net = transformers.BertModel(
+            transformers.BertConfig(
                 vocab_size=13,
                 hidden_size=8,
                 num_hidden_layers=2,

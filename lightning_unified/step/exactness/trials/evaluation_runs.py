@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.errors import SplitError
+from lightning_unified.errors import SplitError, UndoError
 from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
@@ -89,7 +89,7 @@ class EvaluationRuns:
         try:
             return self._run(step, batch, draws)
         except Exception as error:
-            if is_out_of_memory(error) or rows == of:
+            if is_out_of_memory(error) or isinstance(error, UndoError) or rows == of:
                 raise
             stage = self._trainer.state.stage
             phase = "validation" if stage is None or stage.dataloader_prefix == "val" else stage.value

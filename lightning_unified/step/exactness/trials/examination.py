@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified.errors import ConfigurationError, SplitError, UndoError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import splits_of, window
@@ -121,7 +121,7 @@ class Examination:
         if found is None and self._trainer.strategy.root_device.type != "cpu":
             try:
                 found = self._on_host(check, units)
-            except SplitError:
+            except (SplitError, UndoError):
                 raise
             except Exception as error:  # the module may use operations that the CPU lacks
                 log.info("The exactness check could not run on the CPU either: %s", error)

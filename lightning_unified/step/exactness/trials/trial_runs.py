@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_unified.errors import SplitError
+from lightning_unified.errors import SplitError, UndoError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, Order, RecordDraws, ReplayDraws
@@ -119,7 +119,7 @@ class TrialRuns:
             try:
                 runs.append(self._runner.run(trial.kwargs, batch, mode))
             except Exception as error:
-                if is_out_of_memory(error):
+                if is_out_of_memory(error) or isinstance(error, UndoError):
                     raise
                 raise self._failure(error, f"{size} of {trial.rows}") from error
         return SplitRuns(sizes=sizes, batches=batches, runs=runs)
@@ -129,7 +129,7 @@ class TrialRuns:
         try:
             return runner.run(trial.kwargs, trial.part(0, trial.rows), draws)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, UndoError):
                 raise
             if runner.leaves_out_autocast:  # the module may need autocast
                 runner.keeps_autocast = True
