@@ -183,14 +183,14 @@ def test_the_planner_gets_resolved_settings_and_other_machines_the_written_ones(
     assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
     assert (call.micro_batch_size, call.recompute) == (4, True)
     assert many.recompute is True and "micro_batch_size" not in vars(many)
-    told = json.loads(done.out)
-    assert set(told["machines"]) == set(PROFILES)
-    assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 8 * GIB, 8)
-    assert told["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
-    assert told["plan"]["prediction"]["peak_bytes"] == GIB
-    assert (told["generation"]["rows"], told["generation"]["new_tokens"]) == (5, 32)
-    assert told["generation"]["bytes"]["peak_bytes"] > 0
-    assert told["plan"]["reasons"]["budget"].startswith("as written")
+    page = json.loads(done.out)
+    assert set(page["machines"]) == set(PROFILES)
+    assert (page["fits"], page["budget_bytes"], page["effective_batch_size"]) == (True, 8 * GIB, 8)
+    assert page["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
+    assert page["plan"]["prediction"]["peak_bytes"] == GIB
+    assert (page["generation"]["rows"], page["generation"]["new_tokens"]) == (5, 32)
+    assert page["generation"]["bytes"]["peak_bytes"] > 0
+    assert page["plan"]["reasons"]["budget"].startswith("as written")
 
 
 def test_a_simulated_machine_gives_backend_budget_rates_and_model_settings(command, calls):
