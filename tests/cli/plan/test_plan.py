@@ -17,13 +17,14 @@ import pytest
 import torch
 from lightning import LightningModule
 
+from lightning_unified.cache_folder import CACHE_VARIABLE
 from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.command import main
 from lightning_unified.cost_model import rates
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Alignment, tabled_rates
-from lightning_unified.cost_model.rates.calibration import CACHE_VARIABLE, Calibration
+from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
 from lightning_unified.planner import predict
