@@ -92,7 +92,10 @@ class Progress:
 
 
 def said(row: dict[str, Any], who: str) -> float | None:
-    """Return the peak that `who` said; None where it said nothing, or that it is not to be trusted."""
+    """Return the peak that `who` said.
+
+    The result is None where it said nothing, or that it is not to be trusted.
+    """
     part = row.get("predicted" if who == "planner" else "rival", {})
     if part.get("confidence") == "low" or "allocated" not in part:
         return None

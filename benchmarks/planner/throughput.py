@@ -159,7 +159,9 @@ def duel(name: str, device: str, rows: int, budget: int | None, contenders: list
 
 
 class Progress:
-    """Sweeps a module, then lets the chosen plan meet the best one at each budget; sweeps are rows of the record too.
+    """Sweeps a module, then lets the chosen plan meet the best one at each budget.
+
+    Sweeps are rows of the record too.
 
     Args:
         record: Where finished rows go.

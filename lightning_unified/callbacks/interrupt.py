@@ -1,4 +1,7 @@
-"""`GracefulInterrupt`: on a signal finish the step, save and stop; on a second, stop at once."""
+"""`GracefulInterrupt`: on a signal finish the step, save and stop.
+
+On a second, stop at once.
+"""
 
 import os
 import signal
@@ -158,7 +161,10 @@ class GracefulInterrupt(Callback):
         signal.raise_signal(number)
 
     def _is_asked(self, trainer: Trainer) -> bool:
-        """Return whether any process received a signal; all ranks agree on the answer and on the signal."""
+        """Return whether any process received a signal.
+
+        All ranks agree on the answer and on the signal.
+        """
         if trainer.world_size > 1:
             mine = torch.tensor(0 if self.signal is None else int(self.signal), device=trainer.strategy.root_device)
             number = int(trainer.strategy.reduce(mine, reduce_op="max"))

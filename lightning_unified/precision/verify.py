@@ -126,7 +126,10 @@ def _verify_autocast(plugin: stock.MixedPrecision, device_type: str) -> None:
 
 
 def _verify_under_scaler(optimizer: Optimizer, *, clips: bool, sound: bool) -> None:
-    """Raise for combinations that fail with a scaler; `sound` is whether its kernels are correct."""
+    """Raise for combinations that fail with a scaler.
+
+    `sound` is whether its kernels are correct.
+    """
     name, fused = type(optimizer).__name__, unscales_itself(optimizer)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if isinstance(optimizer, LBFGS):

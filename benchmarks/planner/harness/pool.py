@@ -123,7 +123,10 @@ def _run(work: Callable[..., dict[str, Any]], args: tuple, result: str) -> None:
 
 
 def _ended(running: list[_Running]) -> list[_Running]:
-    """Wait for a process to end or a moment to pass; kill those whose time is over; return those that ended."""
+    """Wait for a process to end or a moment to pass.
+
+    Kill those whose time is over; return those that ended.
+    """
     multiprocessing.connection.wait([one.process.sentinel for one in running], timeout=0.2)
     for one in running:
         if time.monotonic() - one.begun > one.task.seconds:

@@ -154,7 +154,9 @@ def live(cell: Cell) -> dict[str, Any]:
 
 
 def grown(cell: Cell, threshold: int | None = None) -> dict[str, Any]:
-    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before.
+    """Return by how much the process grew in a fit, as the system counts its memory.
+
+    A fit of two rows has gone before.
 
     Args:
         cell: What is fitted.

@@ -55,7 +55,9 @@ class CheckpointFiles:
         return str(path) if path.exists() else ""
 
     def write(self, trainer: Trainer, *, step: int | None, is_best: bool) -> str | None:
-        """Write the state once and link it to all due names; return the error of any rank in words, or None.
+        """Write the state once and link it to all due names.
+
+        Return the error of any rank in words, or None.
 
         A failure changes no file.
 
@@ -81,7 +83,10 @@ def _name(step: int) -> str:
 
 
 def _write_and_link(trainer: Trainer, folder: Path, name: str, *, links: list[str], dropped: list[str]) -> str | None:
-    """Write `name`, link it to `links`, delete `dropped`; return the error of any rank in words, or None."""
+    """Write `name`, link it to `links`, delete `dropped`.
+
+    Return the error of any rank in words, or None.
+    """
     unnamed = folder / f".{name}.new{PARTIAL}"
     failure = None
     try:
@@ -104,7 +109,9 @@ def _write_and_link(trainer: Trainer, folder: Path, name: str, *, links: list[st
 
 
 def write_state(trainer: Trainer, path: Path) -> str | None:
-    """Save the state of `trainer` to `path`; return this rank's error in words, or None. No rank is left waiting.
+    """Save the state of `trainer` to `path`.
+
+    Return this rank's error in words, or None. No rank is left waiting.
 
     If memory runs out, a single process tries again. With several processes, the others would have gone on by then.
     """

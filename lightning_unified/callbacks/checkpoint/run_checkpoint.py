@@ -93,11 +93,16 @@ class RunCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The file with the best `monitor`, or `""` while there is none; `Trainer(ckpt_path="best")` reads it."""
+        """The file with the best `monitor`, or `""` while there is none.
+
+        `Trainer(ckpt_path="best")` reads it.
+        """
         return self._files.path_if_here(BEST)
 
     def request(self) -> None:
-        """Request a `last.ckpt` at the end of this batch; call it from a callback's `on_train_batch_end`.
+        """Request a `last.ckpt` at the end of this batch.
+
+        Call it from a callback's `on_train_batch_end`.
 
         All processes must request it after the same batch.
         """

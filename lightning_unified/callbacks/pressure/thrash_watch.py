@@ -43,7 +43,10 @@ class ThrashWatch:
         self._detector.begin()
 
     def ended(self, trainer: Trainer, batch: Any, pressure: Pressure) -> Thrash | None:
-        """Note the end of a training batch; return the thrashing that its time and the newest sample show, or None."""
+        """Note the end of a training batch.
+
+        Return the thrashing that its time and the newest sample show, or None.
+        """
         strategy, module = trainer.strategy, trainer.lightning_module
         reading, budget = self._pool(strategy.root_device), getattr(strategy, "budget", None)
         flows = [

@@ -61,7 +61,10 @@ class OptunaSweeper(Sweeper):
             OmegaConf.save(OmegaConf.create(best), folder / "optimization_results.yaml")
 
     def _drawn(self, trial: Any, override: Override) -> str:
-        """Return the override `key=value` with a value that `trial` draws; an integer if the key holds one."""
+        """Return the override `key=value` with a value that `trial` draws.
+
+        It is an integer if the key holds one.
+        """
         key, sweep = override.get_key_element(), override.value()
         name = key.lstrip("+")
         if isinstance(sweep, IntervalSweep):

@@ -105,7 +105,9 @@ def largest_batch(module: LightningModule, batch: Any) -> Any:
 
 
 def validation_batch_of_data(data: LightningDataModule) -> Any:
-    """Return a validation batch of a data module, None if it has none; call it after `batch_of_data`.
+    """Return a validation batch of a data module, None if it has none.
+
+    Call it after `batch_of_data`.
 
     A data module with `example_batch()` gives its `example_validation_batch()`, if defined. With several loaders the first one
     gives the batch.

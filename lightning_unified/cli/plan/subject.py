@@ -187,7 +187,10 @@ def _file(name: str, flag: str) -> Any:
 
 
 def _arguments(pairs: Sequence[str], target: Callable[..., Any], path: str) -> dict[str, Any]:
-    """Parse `key=value` pairs as arguments of `target`, values as YAML; refuse unknown keys with the nearest."""
+    """Parse `key=value` pairs as arguments of `target`, values as YAML.
+
+    Refuse unknown keys with the nearest.
+    """
     arguments = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

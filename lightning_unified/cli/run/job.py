@@ -199,7 +199,10 @@ def _remove_traces(directory: Path, *, there: set[Path]) -> None:
 
 
 def _resume_override(directory: Path) -> str:
-    """Return `resume=…` as typed in a shell; Hydra needs quotes around a sweep's folders, which contain `=`."""
+    """Return `resume=…` as typed in a shell.
+
+    Hydra needs quotes around a sweep's folders, which contain `=`.
+    """
     path = _short(directory)
     return f"resume={path}" if _PLAIN.fullmatch(path) else shlex.quote(f'resume="{path}"')
 

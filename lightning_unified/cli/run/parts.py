@@ -35,7 +35,10 @@ class Parts:
 
 
 def count_parameters(module: LightningModule) -> int:
-    """Return the number of parameters; a module that keeps copies names its own by `own_parameters()`."""
+    """Return the number of parameters.
+
+    A module that keeps copies names its own by `own_parameters()`.
+    """
     own = getattr(module, "own_parameters", module.parameters)
     return sum(parameter.numel() for parameter in own())
 
@@ -140,7 +143,10 @@ def _resolved(node: DictConfig) -> dict[str, Any]:
 
 
 def _switched_off(callback: Callback, trainer: DictConfig) -> bool:
-    """Return whether a flag of the Trainer turns `callback` off; Lightning raises for the pair instead."""
+    """Return whether a flag of the Trainer turns `callback` off.
+
+    Lightning raises for the pair instead.
+    """
     bars = isinstance(callback, ProgressBar) and trainer.enable_progress_bar is False
     return bars or (isinstance(callback, Checkpoint) and trainer.enable_checkpointing is False)
 

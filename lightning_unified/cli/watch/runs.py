@@ -19,7 +19,9 @@ _FORGOTTEN_S = 7 * 86400.0  # files of another machine or version are kept for a
 
 
 def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
-    """Return the records of live runs on this machine, oldest first; remove the files of dead ones.
+    """Return the records of live runs on this machine, oldest first.
+
+    Remove the files of dead ones.
 
     Args:
         directory: The folder of the record files, from `runs_directory`; None or absent means no runs.

@@ -132,7 +132,10 @@ class Calibration:
         return rates
 
     def gains(self, device: torch.device | str) -> Alignment:
-        """Return the gain of aligned sizes on this machine; the first call measures it in half a second."""
+        """Return the gain of aligned sizes on this machine.
+
+        The first call measures it in half a second.
+        """
         alignment = self.alignment or measure_alignment(device)
         if self.alignment is None:
             self.keep(alignment=alignment)

@@ -116,7 +116,9 @@ def choose_build(machine: Machine) -> Choice:
 
 
 def kernels_run(cuda: tuple[int, ...], machine: Machine, *, driver_counts: bool = True) -> bool:
-    """Return whether a build for this CUDA version runs on the machine's driver and GPU; unknown facts count as fitting.
+    """Return whether a build for this CUDA version runs on the machine's driver and GPU.
+
+    Unknown facts count as fitting.
 
     Args:
         cuda: The CUDA version of the build.

@@ -120,7 +120,10 @@ class TextCodec(LightningModule):
         self.tokenizer = given
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token of `ids` (B, T); `mask` (B, T) is False at pads."""
+        """Return the log-odds (B, T) of keeping each token of `ids` (B, T).
+
+        `mask` (B, T) is False at pads.
+        """
         return self.codec(ids, mask)
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class _Block(nn.Module):
 
 
 class GearHeadNetwork(nn.Module):
-    """Decoder from token ids to one vector per position; callers apply the head, possibly in chunks.
+    """Decoder from token ids to one vector per position.
+
+    Callers apply the head, possibly in chunks.
 
     Args:
         config: The sizes.

@@ -26,7 +26,10 @@ class PredictedMemory:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The prediction for the training step, with that for the validation step; None without a plan."""
+        """The prediction for the training step, with that for the validation step.
+
+        The result is None without a plan.
+        """
         own = self._planning.prediction
         return None if own is None else replace(own, validation=self._validation.prediction)
 

@@ -130,7 +130,10 @@ def _paths_of(table: MergeTable, path: str) -> list[str]:
 def _learn_values(
     table: MergeTable, path: str, values: Sequence[Any], weights: MicroBatchWeights, *, tolerance: float
 ) -> bool:
-    """Learn from the values of the whole batch and of the micro-batches; return whether no rule fits."""
+    """Learn from the values of the whole batch and of the micro-batches.
+
+    Return whether no rule fits.
+    """
     unmergeable = set(table.unmergeable)
     learn_tree(table, values[1:], values[0], weights, tolerance=tolerance, path=path)
     new = table.unmergeable - unmergeable

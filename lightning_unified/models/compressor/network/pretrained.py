@@ -29,7 +29,9 @@ _NEWLINE = 198  # in the vocabulary of SmolLM2
 
 
 class PretrainedReader(RecomputeSwitch, nn.Module):
-    """A pretrained causal model with the interface of `reader.Reader`; it reads from left to right only.
+    """A pretrained causal model with the interface of `reader.Reader`.
+
+    It reads from left to right only.
 
     Args:
         name: As in `sizes.CompressorConfig.pretrained`.
@@ -79,7 +81,9 @@ class PretrainedReader(RecomputeSwitch, nn.Module):
 
     @override
     def forward(self, embeddings: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
-        """Return the vectors (B, S, D) after the last norm; slots stand at positions 0 to S - 1, with pads last.
+        """Return the vectors (B, S, D) after the last norm.
+
+        Slots stand at positions 0 to S - 1, with pads last.
 
         Raises:
             ValueError: If the sequence exceeds the model's positions, or must be read from both sides.

@@ -11,7 +11,9 @@ _SETTINGS = ("words", "held_out_fraction", "seed", "prompt_length")
 
 
 class Identity:
-    """Tokenizer and settings of the games, empty until data or a checkpoint sets them; a call decodes token ids.
+    """Tokenizer and settings of the games, empty until data or a checkpoint sets them.
+
+    A call decodes token ids.
 
     Attributes:
         stop_ids: The token that ends a turn; the list is filled when the tokenizer is set.
