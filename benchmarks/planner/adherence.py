@@ -69,7 +69,10 @@ class FewestParts:
         return {"parts": parts, "micro_batch_size": size}
 
     def tried(self, *, fits: bool) -> None:
-        """Note what came of it: the next fewer parts first, then halfway between what fits and what does not."""
+        """Note the result and choose the next split.
+
+        Fewer parts come first, then the number halfway between fitting and not fitting.
+        """
         if fits:
             self._fits = self._next
         else:

@@ -228,7 +228,7 @@ def _by_accelerate(
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by module and method, the median seconds and samples, and how many runs trained on."""
+    """Return the median seconds and samples by module and method, and the finished runs."""
     found: dict[str, Any] = {}
     for row in rows:
         key = f"{row['module']}: {row['method']}"
@@ -274,7 +274,9 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 
 
 class Progress:
-    """Lets each method begin in the limit of its module, once it is known what the module takes without one.
+    """Lets each method begin in the limit of its module.
+
+    The limit is known once the module has run without one.
 
     Args:
         record: Where finished rows go.

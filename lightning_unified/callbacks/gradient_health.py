@@ -157,7 +157,10 @@ class _History:
 
 
 class _Watch:
-    """The per-gradient numbers ("witnesses") of one optimizer's last steps, kept on the device until read."""
+    """The per-gradient numbers ("witnesses") of one optimizer's last steps.
+
+    They stay on the device until they are read.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

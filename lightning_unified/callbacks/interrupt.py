@@ -26,7 +26,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class GracefulInterrupt(Callback):
-    """Stop cleanly after the current optimizer step on the first SIGINT or SIGTERM, and at once on the second.
+    """Stop after the current step on the first SIGINT or SIGTERM, at once on the second.
 
     A clean stop skips validation (it leaves a running one), ignores minimums of steps and epochs, saves a checkpoint, and ends
     `fit` normally. With `RunCheckpoint` the checkpoint is its `last.ckpt`. Otherwise `interrupted.ckpt` in `default_root_dir` holds

@@ -25,7 +25,10 @@ def is_trial(trainer: Trainer) -> bool:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step under which Lightning logs this batch, so that our metrics share a row with Lightning's."""
+    """Return the step under which Lightning logs this batch.
+
+    Our metrics then share a row with Lightning's.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -45,7 +48,10 @@ def window_is_open(trainer: Trainer) -> bool:
 
 
 def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
-    """Return whether this run resumes from a file written during the validation after an epoch's last batch."""
+    """Return whether this run resumes from within an epoch's last validation.
+
+    The checkpoint was written during the validation after the epoch's last batch.
+    """
     loop = trainer.fit_loop.epoch_loop
     return loop.restarted_on_last and loop.batch_progress.is_last_batch
 

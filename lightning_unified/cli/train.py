@@ -94,7 +94,10 @@ def accept_lazy_help(container: Any = argparse._ActionsContainer) -> None:
 
 
 def _interpreter() -> str:
-    """Return the command that starts this Python: `python`, or its path where the environment is not activated."""
+    """Return the command that starts this Python.
+
+    It is `python`, or its path where the environment is not activated.
+    """
     if shutil.which("python") == sys.executable:
         return "python"
     relative = os.path.relpath(sys.executable)

@@ -1,4 +1,6 @@
-"""Read checkpoints as plain data, without running code from the file, and check that they belong to a model.
+"""Read checkpoints as plain data, without running code from the file.
+
+Check that they belong to a model.
 
 Sizes, weights and tokenizer of a checkpoint must be those of the model.
 """

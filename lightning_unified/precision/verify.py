@@ -1,4 +1,6 @@
-"""Verify the precision of a run before the first step: the plugin does what its name says and suits the optimizers.
+"""Verify the precision of a run before the first step.
+
+The plugin must do what its name says and suit the optimizers.
 
 What would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
 about.

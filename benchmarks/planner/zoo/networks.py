@@ -151,7 +151,10 @@ class _Messages(nn.Module):
 
 
 class Graph(nn.Module):
-    """Message passing by gather and scatter over graphs of equal size, laid side by side as one; a class for each node."""
+    """Message passing by gather and scatter over graphs of equal size.
+
+    The graphs lie side by side as one, and each node has a class.
+    """
 
     def __init__(self, *, features: int, width: int, depth: int, classes: int = 16) -> None:
         super().__init__()

@@ -44,7 +44,10 @@ class CheckpointFiles:
             remove_partial_files(folder)
 
     def resume(self, step: int) -> None:
-        """Delete files of steps after `step` first: a run that resumed from an older file repeats those steps."""
+        """Delete files of steps after `step` first.
+
+        A run that resumed from an older file repeats those steps.
+        """
         here = {path.name for path in self.folder.glob("step_*.ckpt")}
         newer = sorted(name for name in here - set(self.kept) if name > _name(step))
         self.kept = [*newer, *(name for name in self.kept if name in here)]

@@ -78,7 +78,10 @@ class RunCheckpoint(Checkpoint):
     @property
     @override
     def state_key(self) -> str:
-        """The key of this callback's state: independent of arguments, so that a resume may change `every_n_steps`."""
+        """The key of this callback's state.
+
+        It is independent of arguments, so that a resume may change `every_n_steps`.
+        """
         return "RunCheckpoint"
 
     @property

@@ -20,7 +20,7 @@ _LEAVES = 64  # tensors of a batch whose sizes are summed
 
 
 class ThrashWatch:
-    """Feeds the detector with the time of training batches, the system's paging, and idle memory of the driver.
+    """Feeds the detector with batch times, paging, and idle memory of the driver.
 
     Args:
         clock: Returns seconds of a monotonic clock.

@@ -21,7 +21,9 @@ _DEFAULTS = {"n_trials": 20, "n_jobs": 1, "direction": "minimize", "seed": None,
 
 
 class OptunaSweeper(Sweeper):
-    """Runs `n_trials` runs, drawn `n_jobs` at once, and writes the best values to `optimization_results.yaml`.
+    """Runs `n_trials` runs, drawn `n_jobs` at once.
+
+    It writes the best values to `optimization_results.yaml`.
 
     docs/sweeps.md describes the settings, and the overrides that draw: `interval`, `tag(log,…)`, `int(…)`, `range` and `choice`.
     """

@@ -112,7 +112,10 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
 
 
 def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
-    """Return `config` for a plan: on the CPU, with the user's callbacks only, without loggers and checkpoints."""
+    """Return `config` for a plan on the CPU, without loggers and checkpoints.
+
+    Of the callbacks it keeps the user's.
+    """
     planned = config.copy()
     callbacks = OmegaConf.to_container(config.callbacks, resolve=False) if config.callbacks else {}
     users = {

@@ -181,7 +181,9 @@ class Job:
 
 
 def _remove_traces(directory: Path, *, there: set[Path]) -> None:
-    """Remove the files of a refused run, except those that were `there` before, and folders that are then empty.
+    """Remove a refused run's files, except those that were `there` before.
+
+    Folders that are empty then are removed too.
 
     Checkpoints are never removed.
     """

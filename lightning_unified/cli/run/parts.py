@@ -44,7 +44,10 @@ def count_parameters(module: LightningModule) -> int:
 
 
 class _Start(Callback):
-    """Call a function once strategy, data and checkpoint are set up, so that their errors are printed first."""
+    """Call a function once strategy, data and checkpoint are set up.
+
+    Their errors are printed first.
+    """
 
     def __init__(self, then: Callable[[LightningModule], None]) -> None:
         self._then = then

@@ -60,7 +60,7 @@ def show_changes(directory: Path, changes: Sequence[Change]) -> None:
 
 
 def show_start(config: DictConfig, machine: Machine, *, module: LightningModule) -> None:
-    """Print the configuration beyond its targets' defaults, the machine, the budget, and the effective settings.
+    """Print the machine, the budget, the changed configuration and the settings.
 
     The effective settings come from the Trainer that `module` is attached to, not from the request.
     """
@@ -80,7 +80,10 @@ def show_start(config: DictConfig, machine: Machine, *, module: LightningModule)
 
 
 def _used(config: DictConfig, machine: Machine, trainer: Trainer) -> Iterable[tuple[str, str]]:
-    """Yield settings whose effect differs easily from the request: device, batch, loader, precision, scaler."""
+    """Yield settings whose effect may differ from the request.
+
+    These are device, batch, loader, precision and scaler.
+    """
     yield (
         "runs on",
         f"{trainer.strategy.root_device}, {trainer.world_size} process{'es' if trainer.world_size > 1 else ''}",

@@ -63,6 +63,9 @@ def _untouched_s(path: Path) -> float:
 
 
 def _has_ended(record: RunRecord, sources: Sources) -> bool:
-    """Return whether the process is gone, or its id belongs to a process that began after the record was written."""
+    """Return whether the process is gone, or another one has its id.
+
+    The other one began after the record was written.
+    """
     began = sources.process_start(record.pid)
     return began is None or began > datetime.fromisoformat(record.updated).timestamp() + _CLOCK_SLACK_S

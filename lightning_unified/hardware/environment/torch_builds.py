@@ -95,7 +95,10 @@ class Choice:
 
 
 def builds_for(machine: Machine) -> tuple[str, ...]:
-    """Return the names of the builds for the machine's platform: `metal` for macOS, elsewhere PyTorch's indexes."""
+    """Return the names of the builds for the machine's platform.
+
+    They are `metal` for macOS, elsewhere PyTorch's indexes.
+    """
     if machine.platform == "darwin":
         return ("metal",)
     if machine.platform == "win32":

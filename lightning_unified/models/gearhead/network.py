@@ -1,4 +1,6 @@
-"""The GearHead network: a pre-norm decoder with learned positions, an embedding of fault codes and a tied head.
+"""The GearHead network: a pre-norm decoder with learned positions and a tied head.
+
+It has an embedding of fault codes.
 
 Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
 """

@@ -1,4 +1,7 @@
-"""The memory that the plans of a fit take: one predicted peak, the bytes to spare, and the comparison with the measured peak."""
+"""The memory that the plans of a fit take.
+
+It holds one predicted peak, the bytes to spare, and the comparison with the measured peak.
+"""
 
 from dataclasses import replace
 

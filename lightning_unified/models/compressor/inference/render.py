@@ -41,7 +41,10 @@ def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> l
 
 
 def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> Text:
-    """Return the text for `rich.print`: kept tokens bold and green, dropped ones dim, red and struck through."""
+    """Return the text for `rich.print`.
+
+    Kept tokens are bold and green, dropped ones dim, red and struck through.
+    """
     shown = Text()
     for text, flag in segments(encoder, ids, kept=kept):
         shown.append(text, style="bold green" if flag else "dim red strike")

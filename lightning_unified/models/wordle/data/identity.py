@@ -1,4 +1,7 @@
-"""Identity of a Wordle model's data: its tokenizer, words and lengths, which a checkpoint needs for play."""
+"""Identity of a Wordle model's data: tokenizer, words and lengths.
+
+A checkpoint needs it for play.
+"""
 
 from collections.abc import Mapping
 from typing import Any
