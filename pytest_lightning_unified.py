@@ -1,4 +1,6 @@
-"""The pytest plugin of lightning-unified: the fixture `memory_budget` fails a test whose module needs too much memory.
+"""The pytest plugin of lightning-unified: the fixture `memory_budget`.
+
+It fails a test whose module needs too much memory.
 
     def test_fits(memory_budget):
         with memory_budget("12GiB", device="m2-16gb"):

@@ -1,4 +1,7 @@
-"""Compose -> build -> fit: `python train.py memory=large hardware=mps`; `--help` lists groups and keys."""
+"""Compose -> build -> fit: `python train.py memory=large hardware=mps`.
+
+`--help` lists groups and keys.
+"""
 
 import sys
 from pathlib import Path

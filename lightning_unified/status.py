@@ -1,4 +1,7 @@
-"""Status file of a running fit, in the user's state folder; `lightning-unified watch` reads it."""
+"""Status file of a running fit, in the user's state folder.
+
+`lightning-unified watch` reads it.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""`make`: the environment it makes, the torch it installs, and the overrides of its targets; no package is installed here."""
+"""`make`: its environment, the torch it installs, and its targets' overrides.
+
+No package is installed here.
+"""
 
 import os
 import shutil
@@ -44,7 +47,7 @@ def python(folder, name="python3.12", version="3.12.4", choice="echo torch==1.2.
 
 
 def make(folder, *arguments):
-    """Run make; return its exit code, its output and the calls of the Pythons since the last one."""
+    """Return make's exit code, its output, and the calls of the stand-in Pythons."""
     calls = folder / "calls"
     calls.unlink(missing_ok=True)
     environ = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "PYTHON", "TORCH"}}

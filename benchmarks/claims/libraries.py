@@ -4,7 +4,7 @@ They concern scaler, pinning, processes, numbers, tokens, splits and padding.
 
     python -m benchmarks.claims.libraries [--output benchmarks/claims/libraries.json]
 
-Needs elm327obd (the `dtc` source); under a minute. For one check of torch's own loader code, torch is told that its accelerator
+Needs elm327obd (the `dtc` source); under a minute. For one check of torch's own loader code, torch is made to see that its accelerator
 is Metal; nothing else here has to do with a Mac.
 """
 
@@ -75,7 +75,7 @@ def loader():
     The loader process imports the modules that this script imports.
     """
     found = {}
-    for name, accelerator in (("cpu", None), ("told that its accelerator is mps", torch.device("mps"))):
+    for name, accelerator in (("cpu", None), ("with mps as its accelerator", torch.device("mps"))):
         with (
             warnings.catch_warnings(record=True) as caught,
             mock.patch.multiple(

@@ -98,7 +98,7 @@ def outcome(found: str, expected: str) -> str:
     if found == expected:
         return "right"
     if found in ("refused", "unchecked"):
-        return "false alarms" if found == "refused" else "not told"
+        return "false alarms" if found == "refused" else "undecided"
     return "misses" if expected == "refused" else "wrong rules"
 
 
@@ -113,7 +113,7 @@ def judged(seeds: int) -> dict[str, Any]:
     """Return the tally of each precision, the largest accepted difference, and wrong answers."""
     result = {}
     for precision in PRECISIONS:
-        tally = dict.fromkeys(("runs", "right", "false alarms", "misses", "wrong rules", "not told"), 0)
+        tally = dict.fromkeys(("runs", "right", "false alarms", "misses", "wrong rules", "undecided"), 0)
         differences, others = [0.0], []
         for kind, expected in JUDGED.items():
             for seed in range(seeds):

@@ -1,1 +1,1 @@
-"""The planner: predicted peaks against measured ones, budgets kept, plans against sweeps and against other finders."""
+"""The planner: predicted against measured peaks, budgets, and other finders."""

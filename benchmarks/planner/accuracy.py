@@ -1,4 +1,6 @@
-"""How near the predicted peak comes to the true one: modules x precision x recomputation x optimizer x two batch sizes.
+"""Compare predicted peaks with true ones.
+
+Cells are modules x precision x recomputation x optimizer x two batch sizes.
 
     python -m benchmarks.planner.accuracy [--device cuda] [--jobs 12] [--output FILE]
     python -m benchmarks.planner.accuracy --summary benchmarks/planner/records/accuracy_cuda.json
@@ -92,7 +94,10 @@ class Progress:
 
 
 def said(row: dict[str, Any], who: str) -> float | None:
-    """Return the peak that `who` said; None where it said nothing, or that it is not to be trusted."""
+    """Return the peak that `who` said.
+
+    The result is None where it said nothing, or that it is not to be trusted.
+    """
     part = row.get("predicted" if who == "planner" else "rival", {})
     if part.get("confidence") == "low" or "allocated" not in part:
         return None
@@ -114,7 +119,10 @@ def reserved_error(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def above_live(rows: list[dict[str, Any]]) -> list[float]:
-    """Return by how many MB each process with the threshold grew beyond that share of what lives at most."""
+    """Return the MB by which each process with the threshold outgrew its share.
+
+    The share is of the most bytes that live at once.
+    """
     pairs = [(row.get("threshold", {}).get("reserved"), true(row)) for row in rows]
     return [(taken - RESIDENT_SHARE * live) / 1e6 for taken, live in pairs if taken and live]
 

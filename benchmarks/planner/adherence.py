@@ -69,7 +69,10 @@ class FewestParts:
         return {"parts": parts, "micro_batch_size": size}
 
     def tried(self, *, fits: bool) -> None:
-        """Note what came of it: the next fewer parts first, then halfway between what fits and what does not."""
+        """Note the result and choose the next split.
+
+        Fewer parts come first, then the number halfway between fitting and not fitting.
+        """
         if fits:
             self._fits = self._next
         else:
@@ -91,7 +94,10 @@ class Progress:
         self._searches: dict[str, FewestParts] = {}
 
     def begin(self) -> list[Task]:
-        """Return the fits without a limit of the modules that have rows to be done; what the record has of them is taken from there."""
+        """Return the fits without a limit of the modules that have rows to be done.
+
+        Fits that the record holds are taken from it.
+        """
         tasks: list[Task] = []
         for name in CHOSEN[self._device]:
             known = next((row["free"] for row in self._record.rows.values() if self._is_of(row, name)), None)
@@ -180,7 +186,10 @@ class Progress:
 
 
 def verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row says about the bars; the ratio is that of the rows in a part, on average."""
+    """Return what a row says about the bars.
+
+    The ratio is that of the rows in a part, on average.
+    """
     plan, smallest = row.get("planned", {}), row.get("smallest", {})
     trained, fewest = plan.get("outcome") == "trained", row.get("true_maximum", {}).get("parts")
     return {

@@ -53,7 +53,10 @@ METHODS = (
 
 
 class Rows(torch.utils.data.Dataset):
-    """The rows of one batch over and over; handed out as whole batches, so that no time goes into putting them together."""
+    """The rows of one batch over and over.
+
+    They are handed out as whole batches, so that no time goes into putting them together.
+    """
 
     def __init__(self, batch: dict[str, torch.Tensor], times: int) -> None:
         self._batch, self._times = batch, times
@@ -85,7 +88,10 @@ class Data(L.LightningDataModule):
 
 
 class Clock(L.Callback):
-    """Notes when the first optimizer step of the run that goes on is done; finders' trials run without callbacks."""
+    """Notes when the first optimizer step of the run that goes on is done.
+
+    Finders' trials run without callbacks.
+    """
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -127,7 +133,10 @@ def free(name: str, device: str, rows: int, turn: str) -> dict[str, Any]:
 
 
 def measured(name: str, device: str, rows: int, limit: int, method: str, turn: str) -> dict[str, Any]:
-    """Return how long `method` takes to its first kept step, in the limit; the module is built before."""
+    """Return how long `method` takes to its first kept step, in the limit.
+
+    The module is built before.
+    """
     if method == METHODS[-1] and find_spec("accelerate") is None:
         return {"status": "not installed"}
     if device == "cuda":
@@ -219,7 +228,7 @@ def _by_accelerate(
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by module and method, the median seconds and samples, and how many runs trained on."""
+    """Return the median seconds and samples by module and method, and the finished runs."""
     found: dict[str, Any] = {}
     for row in rows:
         key = f"{row['module']}: {row['method']}"
@@ -265,7 +274,9 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 
 
 class Progress:
-    """Lets each method begin in the limit of its module, once it is known what the module takes without one.
+    """Lets each method begin in the limit of its module.
+
+    The limit is known once the module has run without one.
 
     Args:
         record: Where finished rows go.

@@ -1,4 +1,6 @@
-"""How fast the chosen plan is beside the best of all plans that fit: micro-batch size by recomputation, at two budgets.
+"""Compare the chosen plan's speed with the best of all plans that fit.
+
+Plans are micro-batch size by recomputation, at two budgets.
 
     python -m benchmarks.planner.throughput --device cuda [--output FILE]
 
@@ -129,7 +131,7 @@ def swept(name: str, device: str, rows: int) -> dict[str, Any]:
 
 
 def duel(name: str, device: str, rows: int, budget: int | None, contenders: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of the plan that the strategy chooses, and of the first of `contenders` that goes through.
+    """Return the seconds of the strategy's plan and of the first contender that runs.
 
     Args:
         name: Of the module.
@@ -159,7 +161,9 @@ def duel(name: str, device: str, rows: int, budget: int | None, contenders: list
 
 
 class Progress:
-    """Sweeps a module, then lets the chosen plan meet the best one at each budget; sweeps are rows of the record too.
+    """Sweeps a module, then lets the chosen plan meet the best one at each budget.
+
+    Sweeps are rows of the record too.
 
     Args:
         record: Where finished rows go.

@@ -21,7 +21,9 @@ log = logging.getLogger("lightning_unified")
 
 
 class CudaGraphs(Callback):
-    """Record the forward and backward passes of submodules as CUDA graphs, one pair for each shape of their inputs.
+    """Record forward and backward passes of submodules as CUDA graphs.
+
+    Each shape of their inputs has one pair.
 
     This helps small models, whose steps are limited by the host's kernel launches. Results equal those of the same run without it.
     Code of `training_step` outside these submodules (the loss, logging) runs eagerly, and so do validation, the optimizer, recovery
@@ -124,7 +126,10 @@ def _named(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Mo
 
 
 def _trained_children(module: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the trained children; for a ModuleList or ModuleDict, which is never called, its members instead."""
+    """Yield the trained children.
+
+    A ModuleList or ModuleDict is never called, so its members are yielded instead.
+    """
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _trained_children(child, prefix=f"{prefix}{name}.")

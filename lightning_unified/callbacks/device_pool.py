@@ -27,7 +27,10 @@ def pool_of(trainer: Trainer) -> tuple[torch.device, Sources | None]:
 
 
 def simulated_pressure(machine: SimulatedMachine, *, one_pool: bool = False) -> Callable[[], Pressure]:
-    """Return a function that samples a simulated machine's pressure, with figures and reasons marked as simulated."""
+    """Return a function that samples a simulated machine's pressure.
+
+    Figures and reasons are marked as simulated.
+    """
     reader, label = PressureReader(machine.sources, one_pool=one_pool), f"simulated {machine.profile.name}"
 
     def read() -> Pressure:

@@ -165,7 +165,10 @@ class _History:
 
 
 class _Watch:
-    """The per-gradient numbers ("witnesses") of one optimizer's last steps, kept on the device until read."""
+    """The per-gradient numbers ("witnesses") of one optimizer's last steps.
+
+    They stay on the device until they are read.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -208,7 +211,10 @@ class _Watch:
         return history
 
     def elements(self) -> list[_Elements]:
-        """Return the counts of the last step's bad gradients; call it before they are clipped or zeroed."""
+        """Return the counts of the last step's bad gradients.
+
+        Call it before they are clipped or zeroed.
+        """
         streak = self.history().current
         if not self._steps or streak.last != self._steps[-1] or not streak.length:
             return []
@@ -223,7 +229,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return this rank's part of `gradient` as a dense tensor; for a sparse gradient its stored values."""
+    """Return this rank's part of `gradient` as a dense tensor.
+
+    For a sparse gradient, these are its stored values.
+    """
     if type(gradient) is not Tensor:
         to_local = getattr(gradient, "to_local", None)  # a DTensor's
         gradient = gradient if to_local is None else to_local()
@@ -257,7 +266,10 @@ def _of_one_kind(gradients: list[Tensor]) -> Tensor:
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
-    """Return the largest magnitudes without waiting. A 2-norm of finite float32 numbers may itself overflow."""
+    """Return the largest magnitudes without waiting.
+
+    A 2-norm of finite float32 numbers may itself overflow.
+    """
     half = gradients[0].dtype in {torch.float16, torch.bfloat16}
     return torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32 if half else None))  # pyright: ignore[reportPrivateImportUsage]
 

@@ -1,4 +1,7 @@
-"""`GracefulInterrupt`: on a signal finish the step, save and stop; on a second, stop at once."""
+"""`GracefulInterrupt`: on a signal finish the step, save and stop.
+
+On a second, stop at once.
+"""
 
 import contextlib
 import os
@@ -26,7 +29,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class GracefulInterrupt(Callback):
-    """Stop cleanly after the current optimizer step on the first SIGINT or SIGTERM, and at once on the second.
+    """Stop after the current step on the first SIGINT or SIGTERM, at once on the second.
 
     A clean stop skips validation (it leaves a running one), ignores minimums of steps and epochs, saves a checkpoint, and ends
     `fit` normally. With `RunCheckpoint` the checkpoint is its `last.ckpt`. Otherwise `interrupted.ckpt` in `default_root_dir` holds
@@ -167,7 +170,10 @@ class GracefulInterrupt(Callback):
         signal.raise_signal(number)
 
     def _is_asked(self, trainer: Trainer) -> bool:
-        """Return whether any process received a signal; all ranks agree on the answer and on the signal."""
+        """Return whether any process received a signal.
+
+        All ranks agree on the answer and on the signal.
+        """
         if trainer.world_size > 1:
             mine = torch.tensor(0 if self.signal is None else int(self.signal), device=trainer.strategy.root_device)
             number = int(trainer.strategy.reduce(mine, reduce_op="max"))

@@ -27,7 +27,10 @@ def is_trial(trainer: Trainer) -> bool:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step under which Lightning logs this batch, so that our metrics share a row with Lightning's."""
+    """Return the step under which Lightning logs this batch.
+
+    Our metrics then share a row with Lightning's.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -55,13 +58,18 @@ def window_is_open(trainer: Trainer) -> bool:
 
 
 def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
-    """Return whether this run resumes from a file written during the validation after an epoch's last batch."""
+    """Return whether this run resumes from within an epoch's last validation.
+
+    The checkpoint was written during the validation after the epoch's last batch.
+    """
     loop = trainer.fit_loop.epoch_loop
     return loop.restarted_on_last and loop.batch_progress.is_last_batch
 
 
 def begin_epoch_after_resume(trainer: Trainer) -> None:
-    """Begin the next epoch in full after a resume from an epoch's last batch; call it in `on_train_start`.
+    """Begin the next epoch in full after a resume from an epoch's last batch.
+
+    Call it in `on_train_start`.
 
     Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not called, the epoch is not counted as
     begun, and a file written in it is resumed at the epoch's first batch.

@@ -1,1 +1,4 @@
-"""The commands train, plan, doctor, watch and report. Hydra is imported in this package only."""
+"""The commands train, plan, doctor, watch and report.
+
+Hydra is imported in this package only.
+"""

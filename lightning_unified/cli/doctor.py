@@ -151,7 +151,10 @@ def diagnose(device: str = "auto", *, sources: Sources | None = None, conf: Path
 
 
 def read_tiers(conf: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Return the contents of `conf/memory` by tier, interpolations unresolved; empty if there are no files."""
+    """Return the contents of `conf/memory` by tier, interpolations unresolved.
+
+    The result is empty if there are no files.
+    """
     folder = (conf or shipped_configuration()) / "memory"
     tiers = {}
     for path in sorted(folder.glob("*.yaml")):

@@ -1,4 +1,7 @@
-"""Failures on the command line: at most a dozen lines on standard error and an exit code, no traceback."""
+"""Failures on the command line: a dozen lines on standard error and an exit code.
+
+No traceback is shown.
+"""
 
 import os
 import sys

@@ -99,7 +99,10 @@ def accept_lazy_help(container: Any = argparse._ActionsContainer) -> None:
 
 
 def _interpreter() -> str:
-    """Return the command that starts this Python: `python`, or its path where the environment is not activated."""
+    """Return the command that starts this Python.
+
+    It is `python`, or its path where the environment is not activated.
+    """
     if shutil.which("python") == sys.executable:
         return "python"
     relative = os.path.relpath(sys.executable)
@@ -117,7 +120,10 @@ def _run_to_resume(overrides: Sequence[str], *, multirun: bool, trusted: bool) -
 
 
 def _with_run(overrides: Sequence[str], saved: SavedRun | None) -> list[str]:
-    """Merge `overrides` into those of the saved run; keep its directory unless `run_dir` is given."""
+    """Merge `overrides` into those of the saved run.
+
+    Keep its directory unless `run_dir` is given.
+    """
     if saved is None:
         return list(overrides)
     own = [
@@ -179,7 +185,10 @@ def _fixed_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def _all_finished(folder: Path) -> bool:
-    """Return whether every run of a sweep wrote its summary. Runs in other processes report in no other way."""
+    """Return whether every run of a sweep wrote its summary.
+
+    Runs in other processes report in no other way.
+    """
     return all((path.parent / "summary.json").is_file() for path in folder.rglob(".hydra"))
 
 

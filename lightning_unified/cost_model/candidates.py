@@ -1,4 +1,4 @@
-"""Records of the plan search: the options and splits it compares, the candidates it times, and its choice."""
+"""Records of the plan search: options, splits, timed candidates, and the choice."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -82,7 +82,10 @@ class Candidate:
     fits: bool
 
     def describe(self) -> str:
-        """Return the plan in words: `"2 micro-batches of up to 32 rows, activation checkpointing: 6 of 12 blocks, bf16-mixed"`."""
+        """Return the plan in words.
+
+        For example `"2 micro-batches of up to 32 rows, activation checkpointing: 6 of 12 blocks, bf16-mixed"`.
+        """
         checkpointing = "no activation checkpointing"
         if self.recompute != "none":
             checkpointing = f"activation checkpointing: {self.recompute}"
@@ -113,7 +116,9 @@ class Choice:
 
 
 def describe_split(micro_batch_size: int, parts: int) -> str:
-    """Return a split in words: `"2 micro-batches of up to 32 rows"`, or `"the whole batch of 64 rows at once"`.
+    """Return a split in words, such as `"2 micro-batches of up to 32 rows"`.
+
+    A single micro-batch gives `"the whole batch of 64 rows at once"`.
 
     Micro-batches of unequal size differ by one unit.
     """

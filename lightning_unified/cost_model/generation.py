@@ -260,7 +260,10 @@ def _figure(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _attention_layers(config: Any) -> int:
-    """Return the layers with keys and values; other layers of a hybrid keep a state of constant size."""
+    """Return the layers with keys and values.
+
+    Other layers of a hybrid keep a state of constant size.
+    """
     kinds = getattr(config, "layer_types", None)
     return sum("attention" in kind for kind in kinds) if kinds else _figure(config, _LAYERS)
 

@@ -1,4 +1,7 @@
-"""Layer 1: memory and capabilities of the machine. Nothing here imports torch before a reading."""
+"""Layer 1: memory and capabilities of the machine.
+
+Nothing here imports torch before a reading.
+"""
 
 from lightning_unified.hardware.budget import (
     Budget,

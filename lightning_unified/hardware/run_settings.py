@@ -1,4 +1,7 @@
-"""How a run uses the machine (`conf/hardware`): detect the file's name, refuse absent hardware, resolve `auto`."""
+"""How a run uses the machine (`conf/hardware`).
+
+Detect the file's name, refuse absent hardware, resolve `auto`.
+"""
 
 import difflib
 import math

@@ -1,4 +1,7 @@
-"""Ready-made models; a model's names are imported on first use, so that importing it does not import Lightning."""
+"""Ready-made models, whose names are imported on first use.
+
+Importing a model therefore does not import Lightning.
+"""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

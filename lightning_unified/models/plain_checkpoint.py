@@ -1,4 +1,6 @@
-"""Read checkpoints as plain data, without running code from the file, and check that they belong to a model.
+"""Read checkpoints as plain data, without running code from the file.
+
+Check that they belong to a model.
 
 Sizes, weights and tokenizer of a checkpoint must be those of the model.
 """
@@ -60,7 +62,9 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any], *, path: str | Path, assign: bool = False) -> None:
-    """Load the weights of the checkpoint `path` into a module; `assign` is that of `load_state_dict`.
+    """Load the weights of the checkpoint `path` into a module.
+
+    `assign` is that of `load_state_dict`.
 
     Raises:
         RuntimeError: If they do not fit the module's sizes.
@@ -72,7 +76,9 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any], *, path: str | P
 
 
 def check_same_sizes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the sizes in a checkpoint differ from the model's own; dropout may differ.
+    """Raise a ValueError if the sizes in a checkpoint differ from the model's own.
+
+    Dropout may differ.
 
     Args:
         saved: A configuration as plain data, possibly nested.

@@ -1,4 +1,7 @@
-"""What the models' training shares: AdamW with a learning-rate schedule, and sums over a validation epoch."""
+"""AdamW with a learning-rate schedule, and sums over a validation epoch.
+
+The models' training shares them.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a linear head, without holding all logits.
+"""Log-probabilities of tokens without holding all logits, and filters for draws.
 
 A group of 8 completions of 1,024 tokens over a vocabulary of 151,936 has 5 GB of fp32 logits. Their
 gradient has the same size. In this module, both exist for a few rows at a time.
@@ -14,7 +14,19 @@ from typing_extensions import override
 
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for
 
-__all__ = ["token_log_probs", "token_log_probs_and_entropy"]
+__all__ = ["filter_logits", "token_log_probs", "token_log_probs_and_entropy"]
+
+
+def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Return `logits` (B, V) with -inf at tokens outside top_k and top_p; at least one stays."""
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        surplus = probabilities.cumsum(-1) - probabilities >= top_p
+        logits = logits.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), -torch.inf)
+    return logits
 
 
 def token_log_probs(

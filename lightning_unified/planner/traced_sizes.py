@@ -95,7 +95,9 @@ class TracedSizes:
         self._traces, self._peaks = {}, {}
 
     def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
-        """Return the peak of live bytes in that step, or a lower bound of it if the peak needs another dry run.
+        """Return the peak of live bytes in that step.
+
+        The result is a lower bound if the peak needs another dry run.
 
         A peak is the maximum of straight lines. So more rows take at least as much as fewer rows, and at least as much as the line
         through two smaller sizes. Fewer rows take at least their share of a larger size. This rules out most sizes that are too large

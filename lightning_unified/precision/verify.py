@@ -1,4 +1,6 @@
-"""Verify the precision of a run before the first step: the plugin does what its name says and suits the optimizers.
+"""Verify the precision of a run before the first step.
+
+The plugin must do what its name says and suit the optimizers.
 
 What would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
 about.
@@ -126,7 +128,10 @@ def _verify_autocast(plugin: stock.MixedPrecision, device_type: str) -> None:
 
 
 def _verify_under_scaler(optimizer: Optimizer, *, clips: bool, sound: bool) -> None:
-    """Raise for combinations that fail with a scaler; `sound` is whether its kernels are correct."""
+    """Raise for combinations that fail with a scaler.
+
+    `sound` is whether its kernels are correct.
+    """
     name, fused = type(optimizer).__name__, unscales_itself(optimizer)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if isinstance(optimizer, LBFGS):

@@ -1,4 +1,6 @@
-"""Layer 3: one training step, split into micro-batches exactly, undone and repeated when memory runs out.
+"""Layer 3: one training step, split exactly, undone and repeated.
+
+It is repeated in smaller micro-batches when memory runs out.
 
 | package | subject |
 |---|---|

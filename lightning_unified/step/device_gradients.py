@@ -77,10 +77,10 @@ class DeviceGradientCheck:
 
     def _tell(self, rows: int, found: float | str) -> None:
         if isinstance(found, str):
-            told = f"gradients of {rows} rows are not compared with the CPU's: {found}"
+            finding = f"gradients of {rows} rows are not compared with the CPU's: {found}"
             if not self._excused:
-                self._policy.events.append(told)
-                log.info("The %s", told)
+                self._policy.events.append(finding)
+                log.info("The %s", finding)
             self._excused = True
         elif not found <= self._limit:
             self._policy.events.append(

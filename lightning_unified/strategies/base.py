@@ -47,7 +47,10 @@ _MANUAL = (
 
 
 def options_among(arguments: Mapping[str, Any]) -> MemoryOptions:
-    """Return the memory options among the `arguments` of a strategy, which bear the names of the options' fields."""
+    """Return the memory options among the `arguments` of a strategy.
+
+    They bear the names of the options' fields.
+    """
     names = {field.name for field in fields(MemoryOptions)}
     return MemoryOptions(**{name: value for name, value in arguments.items() if name in names})
 

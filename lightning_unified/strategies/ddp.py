@@ -214,7 +214,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @override
     def grow(self, reason: str) -> bool:
-        """Undo one halving by `shrink` on all ranks, which call it together; return whether there was one on any."""
+        """Undo one halving by `shrink` on all ranks together; return whether any had one."""
         return self._on_any(super().grow(reason))
 
     def _on_any(self, mine: bool) -> bool:

@@ -25,7 +25,10 @@ class Step:
 
 
 def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", quadratic=True, scale=64):
-    """Return a step of `blocks` blocks with attention that is materialised, in steady state, split into `parts`."""
+    """Return a steady-state step of `blocks` attention blocks, split into `parts`.
+
+    The attention scores are materialised.
+    """
     step, unit = Step(), width * scale
     step.work("", "setup")
     weights = [step.take(unit * width, "weights") for _ in range(blocks)]

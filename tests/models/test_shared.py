@@ -1,4 +1,7 @@
-"""What the models share: names imported on first use, and checks of numbers, sizes and tokenizers."""
+"""Code that models share: names imported on first use, and checks of their data.
+
+The checks are of numbers, sizes and tokenizers.
+"""
 
 import io
 import os

@@ -50,7 +50,7 @@ def numbered(trace):
 
 
 def followed(module, batch, **setting):
-    """Traces of all sizes, and how many of them were followed on the fake copy of the one before."""
+    """Traces of all sizes, and the number followed on an earlier fake copy."""
     recompute = setting.pop("recompute", None)
     dry_runs, traces, shared = DryRuns(StepSpec(module=module, batch=batch, **setting), recompute=recompute), [], 0
     for rows, parts in SIZES:

@@ -1,4 +1,7 @@
-"""The public surface is the recorded one. tests/cli/run/test_run.py checks the keys of summary.json where it trains anyway."""
+"""The public surface is the recorded one.
+
+`tests/cli/run/test_run.py` checks the keys of summary.json where it trains anyway.
+"""
 
 import pytest
 

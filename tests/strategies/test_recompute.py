@@ -246,8 +246,8 @@ def test_a_batch_is_first_split_as_small_as_possible_and_sizes_are_then_found_an
     _, plain, _ = trained(Deep, None, False, recompute=True, strategy={"micro_batch_size": 1})
     _, again, trainer = trained(Deep, 0.5, False, recompute="auto")
 
-    told = [event.split(";")[1] for event in trainer.strategy.events if "repeated" in event]
-    assert [text.split(" (")[0] for text in told[:4]] == [
+    repeats = [event.split(";")[1] for event in trainer.strategy.events if "repeated" in event]
+    assert [text.split(" (")[0] for text in repeats[:4]] == [
         " repeated with micro-batches of 4 rows",
         " repeated with micro-batches of 2 rows",
         " repeated with micro-batches of 1 rows",
@@ -304,7 +304,7 @@ def test_a_loss_over_pairs_that_gradients_give_away_is_recomputed_instead():
     assert trainer.strategy.micro_batch_size == 8
 
 
-def test_if_it_still_does_not_fit_the_refusal_to_cut_it_is_told():
+def test_if_it_still_does_not_fit_the_refusal_to_cut_it_is_repeats():
     with pytest.raises(SplitError, match="BatchNorm in train mode"):
         trained(Deep, 2, recompute="auto")
 

@@ -1,4 +1,4 @@
-"""Replay of an allocator's recorded history, to test the models of allocators against real devices."""
+"""Replay of an allocator's history, to test allocator models against devices."""
 
 from collections.abc import Iterable
 

@@ -1,1 +1,1 @@
-"""Cells of the planner's benchmarks: their selection, fresh processes, measured peaks, records and tables."""
+"""Cells of the planner's benchmarks: selection, processes, peaks, records and tables."""

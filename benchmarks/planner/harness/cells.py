@@ -53,7 +53,10 @@ def select(device: str) -> list[Cell]:
 
 
 def _of_module(kind: Kind, device: str, seen: Counter) -> Iterator[Cell]:
-    """Yield those of a module's settings whose pairs were met least often; `seen` counts on from module to module."""
+    """Yield those of a module's settings whose pairs were met least often.
+
+    `seen` counts on from module to module.
+    """
     left = list(product(_PRECISIONS[device], (False, True)[: 1 + kind.has_blocks], OPTIMIZERS, (0, 1)))
     own: Counter = Counter()
     for _ in range(_EACH[device]):

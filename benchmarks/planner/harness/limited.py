@@ -60,7 +60,9 @@ MAPPED = 2**17
 
 
 class Limit(L.Callback):
-    """Has the GPU's allocator refuse to take more than so many bytes; after the strategy has written what the allocator reads once.
+    """Has the GPU's allocator refuse to take more than so many bytes.
+
+    It begins after the strategy has written the settings that the allocator reads once.
 
     Args:
         bytes: The limit; None sets none.
@@ -120,7 +122,7 @@ def describe_options(memory_options: dict[str, Any] | None) -> str | None:
 
 @contextlib.contextmanager
 def limits_of_process(name: str, device: str, limit: int | None) -> Iterator[None]:
-    """On a CPU, have the system refuse the process more than `limit` bytes of address space beyond what it has.
+    """Limit the address space that a CPU process may take to `limit` more bytes.
 
     Threads reserve none of their own, and blocks from `MAPPED` bytes on go back to the system when they are free, so that the limit is
     one on what is in use, not on what glibc keeps; the environment says so, as it would if the process had been started like that. The
@@ -203,7 +205,7 @@ def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
 
 
 def budget_of(device: str, limit: int) -> int:
-    """Return the settings of a strategy that keep it within `limit` bytes beyond what the process holds now."""
+    """Return a strategy's settings that keep it within `limit` more bytes."""
     return limit + (_status("VmRSS") if device == "cpu" else 0)
 
 
@@ -243,7 +245,10 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
 
 
 def attempt(name: str, device: str, rows: int, size: int, memory_options: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being planned or recovered."""
+    """Return whether the batch trains in the limit in micro-batches of `size`.
+
+    Nothing is planned or recovered.
+    """
 
     def strategy() -> UnifiedStrategy:
         return UnifiedStrategy(micro_batch_size=size, **FIXED)

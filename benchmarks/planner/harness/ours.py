@@ -20,7 +20,10 @@ _FILLS = (
 
 @contextlib.contextmanager
 def uninitialised() -> Iterator[None]:
-    """Modules built inside have weights of any value: that takes no time, and no memory until they are read."""
+    """Build modules inside with uninitialised weights.
+
+    That takes no time, and no memory until the weights are read.
+    """
     own = {name: getattr(nn.init, name) for name in _FILLS}
     for name in own:
         setattr(nn.init, name, lambda tensor, *_args, **_named: tensor)

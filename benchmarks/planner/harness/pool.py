@@ -1,4 +1,7 @@
-"""Pieces of work, each in a process of its own, a dozen at a time: forked from this one, so that they start at once."""
+"""Run pieces of work in processes of their own, a dozen at a time.
+
+They are forked from this process, so that they start at once.
+"""
 
 import contextlib
 import json
@@ -103,7 +106,7 @@ def _begin(task: Task, context: Any, folder: Path) -> _Running:
 
 
 def _run(work: Callable[..., dict[str, Any]], args: tuple, result: str) -> None:
-    """Call, write down what came of it, and leave without what the parent registered for its own end."""
+    """Call, record the result, and exit without the parent's exit handlers."""
     folder = Path(result).parent
     os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = str(folder / "state")  # these runs are nobody's to watch
     os.environ["LIGHTNING_UNIFIED_CACHE"] = str(folder / "cache")  # nothing is known of earlier runs
@@ -123,7 +126,10 @@ def _run(work: Callable[..., dict[str, Any]], args: tuple, result: str) -> None:
 
 
 def _ended(running: list[_Running]) -> list[_Running]:
-    """Wait for a process to end or a moment to pass; kill those whose time is over; return those that ended."""
+    """Wait for a process to end or a moment to pass.
+
+    Kill those whose time is over; return those that ended.
+    """
     multiprocessing.connection.wait([one.process.sentinel for one in running], timeout=0.2)
     for one in running:
         if time.monotonic() - one.begun > one.task.seconds:
@@ -155,7 +161,10 @@ def _tail(log: Path) -> str:
 
 
 def look_at_gpu() -> dict[str, Any]:
-    """Return what the GPU is; in a process of its own, for whoever asks a GPU anything cannot fork workers for it any more."""
+    """Return the GPU's description, read in another process.
+
+    A process that has used the GPU cannot fork workers for it.
+    """
     import torch
 
     properties = torch.cuda.get_device_properties(0)

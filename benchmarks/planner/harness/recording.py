@@ -78,7 +78,7 @@ def errors(row: dict[str, Any]) -> dict[str, str]:
 
 
 class Progress(Protocol):
-    """What a benchmark does with its record: which pieces of work it begins with, and what follows from each."""
+    """A benchmark's use of its record: the first pieces of work, and their successors."""
 
     def begin(self) -> Iterable[Task]: ...
 
@@ -123,7 +123,10 @@ def _output(options: argparse.Namespace) -> Path:
 
 
 def _begin(options: argparse.Namespace) -> tuple[dict[str, Any], str, int | None]:
-    """Return what a record says of the machine, how processes start on the device, and the bytes that they may take together."""
+    """Return a record's facts about the machine, and the bytes of all processes together.
+
+    They include how processes start on the device.
+    """
     _quieten()
     start, capacity = "fork", None
     about = origin(" ".join([f"python -m benchmarks.planner.{options.name}", *sys.argv[1:]]))
@@ -140,7 +143,10 @@ def _begin(options: argparse.Namespace) -> tuple[dict[str, Any], str, int | None
 
 
 def _gpu() -> tuple[dict[str, Any], str]:
-    """Return the GPU's name and size, and how processes can be started: forked, if what was imported has left the GPU alone."""
+    """Return the GPU's name and size, and how processes can be started.
+
+    They are forked if the imports have left the GPU alone.
+    """
     found: list[dict[str, Any]] = []
     for start in ("fork", "spawn"):
         task = Task(name="gpu", work=look_at_gpu)
@@ -153,7 +159,7 @@ def _gpu() -> tuple[dict[str, Any], str]:
 
 
 def _quieten() -> None:
-    """Compute in one thread, say only what matters, and import what the forked processes would each import."""
+    """Compute in one thread, log little, and import for the forked processes."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or asking whether there is a GPU spoils it for forks
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

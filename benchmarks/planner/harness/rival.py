@@ -1,4 +1,7 @@
-"""The rival: torch's own MemTracker under fake tensors, over two steps in Lightning's order, on the very same modules."""
+"""The rival: torch's MemTracker under fake tensors, on the very same modules.
+
+It runs two steps in Lightning's order.
+"""
 
 import contextlib
 import time

@@ -1,4 +1,7 @@
-"""What a fit really takes: the allocator's own counters on a GPU; live bytes and the process's growth on a CPU."""
+"""The memory that a fit really takes.
+
+It is the allocator's counters on a GPU, and live bytes and the process's growth on a CPU.
+"""
 
 import ctypes
 import gc
@@ -36,7 +39,10 @@ def fit(
     callbacks: Iterable[L.Callback] = (),
     steps: int = STEPS,
 ) -> L.Trainer:
-    """Train `module` on one batch, `steps` times; on `steps` batches of a dataset, if that is what is given."""
+    """Train `module` on one batch, `steps` times.
+
+    If a dataset is given, train on `steps` of its batches.
+    """
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else device,
         devices=1,
@@ -55,7 +61,10 @@ def fit(
 
 
 class _Made(Dataset):
-    """Batches that are made when they are asked for, as those of a loader are: a step's batch is one, whatever it is converted to."""
+    """Batches made on request, as a loader's are.
+
+    A step's batch is one, also after it is converted.
+    """
 
     def __init__(self, batch: dict[str, Tensor]) -> None:
         self._batch = batch
@@ -68,7 +77,10 @@ class _Made(Dataset):
 
 
 class _Peaks(L.Callback):
-    """Counts the steady state apart: from the second step on, when the optimizer's state and the gradients of the step before exist."""
+    """Counts the steady state apart, from the second step on.
+
+    Optimizer state and the gradients of the earlier step exist then.
+    """
 
     def __init__(self) -> None:
         self.first = self.steady = (0, 0)
@@ -103,7 +115,7 @@ class _Marks(L.Callback):
 
 
 def _trained(cell: Cell, batch: dict[str, Tensor], callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
-    """Train the cell's module on whole copies of `batch`, which exists before anything is counted."""
+    """Train the cell's module on copies of `batch`, made before counting begins."""
     module = cell.kind.build(cell.device, optimizer=cell.optimizer)
     recompute = cell.recompute if cell.kind.has_blocks else "auto"
     strategy = UnifiedStrategy(
@@ -136,7 +148,10 @@ def on_gpu(cell: Cell) -> dict[str, Any]:
 
 
 def live(cell: Cell) -> dict[str, Any]:
-    """Return the most bytes that tensors took on the CPU: all that the allocator reports to the profiler, added up in the order of time."""
+    """Return the most bytes that tensors took on the CPU.
+
+    They are the sum of all that the allocator reports to the profiler, in the order of time.
+    """
     batch = _batch(cell)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _trained(cell, batch, [_Marks()])
@@ -154,7 +169,9 @@ def live(cell: Cell) -> dict[str, Any]:
 
 
 def grown(cell: Cell, threshold: int | None = None) -> dict[str, Any]:
-    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before.
+    """Return by how much the process grew in a fit, as the system counts its memory.
+
+    A fit of two rows has gone before.
 
     Args:
         cell: What is fitted.
@@ -170,8 +187,10 @@ def grown(cell: Cell, threshold: int | None = None) -> dict[str, Any]:
 
 
 def warm_up(name: str, precision: str) -> int:
-    """Train the module called `name` on two rows on the CPU, and give all back, so that what every process takes once (the pages of
-    libraries' code above all) is taken; return the bytes that the process then holds, from which `ru_maxrss` counts anew.
+    """Return the bytes that a process holds after a first, small fit on the CPU.
+
+    Training the module called `name` on two rows takes the memory that every process takes once, mostly pages of libraries' code.
+    `ru_maxrss` counts anew from the returned bytes.
     """
     kind = MODULES[name]
     strategy = UnifiedStrategy(micro_batch_size=2, budget="90%", check_split=False, predict=False)

@@ -1,4 +1,7 @@
-"""Models of transformers and peft, made from configurations without a download; left out where the libraries are missing."""
+"""Models of transformers and peft, made from configurations without a download.
+
+They are left out where the libraries are missing.
+"""
 
 from importlib.util import find_spec
 
@@ -16,7 +19,9 @@ def has_peft() -> bool:
 
 
 class Causal(nn.Module):
-    """A Llama-like model of transformers with grouped keys; with a rank, frozen under peft's LoRA.
+    """A Llama-like model of transformers with grouped keys.
+
+    With a rank, it is frozen under peft's LoRA.
 
     Args:
         vocabulary, width, depth: Its sizes.

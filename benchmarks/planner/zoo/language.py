@@ -159,7 +159,10 @@ class _Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model whose head is its table; with `experts`, its feed-forward layers are mixtures."""
+    """A causal language model whose head is its table.
+
+    With `experts`, its feed-forward layers are mixtures.
+    """
 
     def __init__(
         self, *, vocabulary: int, width: int, depth: int, length: int, experts: int = 0, capacity: float | None = None

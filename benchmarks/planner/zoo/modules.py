@@ -66,7 +66,10 @@ class Kind:
         return self.cpu if device == "cpu" else self.cuda
 
     def build(self, device: str, *, optimizer: str = OPTIMIZERS[0]) -> L.LightningModule:
-        """Return the module at its size for `device`, its weights on the CPU and a function of its name."""
+        """Return the module at its size for `device`, with weights on the CPU.
+
+        The weights are a function of its name.
+        """
         torch.manual_seed(sum(map(ord, self.name)))
         net = dict(self.size(device).net)
         if self.net is Diagnostics:

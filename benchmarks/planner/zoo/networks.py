@@ -26,7 +26,10 @@ class Perceptron(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """Convolution, BatchNorm, ReLU, over and over, halving the image every other time; classifies."""
+    """Convolution, BatchNorm, ReLU, over and over, halving the image every other time.
+
+    The module classifies.
+    """
 
     def __init__(self, *, width: int, depth: int, classes: int = 100) -> None:
         super().__init__()
@@ -110,7 +113,10 @@ class _Pair(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Down, across and up, with the images of the way down put beside those of the way up; removes noise."""
+    """Down, across and up, with the images of the way down put beside those of the way up.
+
+    The module removes noise.
+    """
 
     def __init__(self, *, width: int, depth: int) -> None:
         super().__init__()
@@ -145,7 +151,10 @@ class _Messages(nn.Module):
 
 
 class Graph(nn.Module):
-    """Message passing by gather and scatter over graphs of equal size, laid side by side as one; a class for each node."""
+    """Message passing by gather and scatter over graphs of equal size.
+
+    The graphs lie side by side as one, and each node has a class.
+    """
 
     def __init__(self, *, features: int, width: int, depth: int, classes: int = 16) -> None:
         super().__init__()

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from benchmarks.recovery.campaign.modules import Batches, Counted, build
+from benchmarks.recovery.campaign.counted import Counted
+from benchmarks.recovery.campaign.modules import Batches, build
 from benchmarks.recovery.campaign.recipes import Recipe
 from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor, RunCheckpoint

@@ -44,7 +44,10 @@ class CheckpointFiles:
             remove_partial_files(folder)
 
     def resume(self, step: int) -> None:
-        """Delete files of steps after `step` first: a run that resumed from an older file repeats those steps."""
+        """Delete files of steps after `step` first.
+
+        A run that resumed from an older file repeats those steps.
+        """
         here = {path.name for path in self.folder.glob("step_*.ckpt")}
         newer = sorted(name for name in here - set(self.kept) if name > _name(step))
         self.kept = [*newer, *(name for name in self.kept if name in here)]
@@ -55,7 +58,9 @@ class CheckpointFiles:
         return str(path) if path.exists() else ""
 
     def write(self, trainer: Trainer, *, step: int | None, is_best: bool) -> str | None:
-        """Write the state once and link it to all due names; return the error of any rank in words, or None.
+        """Write the state once and link it to all due names.
+
+        Return the error of any rank in words, or None.
 
         A failure changes no file.
 
@@ -81,7 +86,10 @@ def _name(step: int) -> str:
 
 
 def _write_and_link(trainer: Trainer, folder: Path, name: str, *, links: list[str], dropped: list[str]) -> str | None:
-    """Write `name`, link it to `links`, delete `dropped`; return the error of any rank in words, or None."""
+    """Write `name`, link it to `links`, delete `dropped`.
+
+    Return the error of any rank in words, or None.
+    """
     unnamed = folder / f".{name}.new{PARTIAL}"
     failure = None
     try:
@@ -104,7 +112,9 @@ def _write_and_link(trainer: Trainer, folder: Path, name: str, *, links: list[st
 
 
 def write_state(trainer: Trainer, path: Path) -> str | None:
-    """Save the state of `trainer` to `path`; return this rank's error in words, or None. No rank is left waiting.
+    """Save the state of `trainer` to `path`.
+
+    Return this rank's error in words, or None. No rank is left waiting.
 
     If memory runs out, a single process tries again. With several processes, the others would have gone on by then.
     """

@@ -78,7 +78,10 @@ class RunCheckpoint(Checkpoint):
     @property
     @override
     def state_key(self) -> str:
-        """The key of this callback's state: independent of arguments, so that a resume may change `every_n_steps`."""
+        """The key of this callback's state.
+
+        It is independent of arguments, so that a resume may change `every_n_steps`.
+        """
         return "RunCheckpoint"
 
     @property
@@ -93,7 +96,10 @@ class RunCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The file with the best `monitor`, or `""` while there is none; `Trainer(ckpt_path="best")` reads it."""
+        """The file with the best `monitor`, or `""` while there is none.
+
+        `Trainer(ckpt_path="best")` reads it.
+        """
         return self._files.path_if_here(BEST)
 
     @property
@@ -102,7 +108,9 @@ class RunCheckpoint(Checkpoint):
         return self._saved_step if self.last_model_path else None
 
     def request(self) -> None:
-        """Request a `last.ckpt` at the end of this batch; call it from a callback's `on_train_batch_end`.
+        """Request a `last.ckpt` at the end of this batch.
+
+        Call it from a callback's `on_train_batch_end`.
 
         All processes must request it after the same batch.
         """

@@ -91,7 +91,7 @@ class PressureGuard(Callback):
         self._saved = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy in another process: options and results. It neither samples nor writes."""
+        """Return a copy's state in another process: options, results, no samples, no writes."""
         return {**vars(self), "_watch": None, "_steps": ThrashWatch(), "_trace": PressureTrace(None)}
 
     def reader(self) -> Callable[[], Pressure]:
@@ -198,7 +198,7 @@ class PressureGuard(Callback):
             self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
 
     def _climb(self, trainer: Trainer, top: Rung, pressure: Pressure) -> bool:
-        """Take the next possible rung and return whether one was taken; wait for the end of an open window."""
+        """Take the next possible rung, outside of windows; return whether one was taken."""
         reason = "memory pressure: " + ("; ".join(pressure.reasons) or "on another process")
         actions = {
             Rung.WARN: partial(self._say, trainer, reason),

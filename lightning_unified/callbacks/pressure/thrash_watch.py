@@ -20,7 +20,7 @@ _LEAVES = 64  # tensors of a batch whose sizes are summed
 
 
 class ThrashWatch:
-    """Feeds the detector with the time of training batches, the system's paging, and idle memory of the driver.
+    """Feeds the detector with batch times, paging, and idle memory of the driver.
 
     Args:
         clock: Returns seconds of a monotonic clock.
@@ -43,7 +43,10 @@ class ThrashWatch:
         self._detector.begin()
 
     def ended(self, trainer: Trainer, batch: Any, pressure: Pressure) -> Thrash | None:
-        """Note the end of a training batch; return the thrashing that its time and the newest sample show, or None."""
+        """Note the end of a training batch.
+
+        Return the thrashing that its time and the newest sample show, or None.
+        """
         strategy, module = trainer.strategy, trainer.lightning_module
         reading, budget = self._pool(strategy.root_device), getattr(strategy, "budget", None)
         flows = [

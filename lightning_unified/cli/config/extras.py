@@ -11,7 +11,7 @@ _WHOLE = {"dev", "all"}  # extras for developers
 
 
 def missing_packages(error: BaseException) -> Iterator[str]:
-    """Yield the top-level names of modules that were not found, from `error` and the errors that led to it."""
+    """Yield the top-level names of missing modules, from `error` and its causes."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, ModuleNotFoundError) and seen.name:

@@ -40,7 +40,9 @@ Configuration ({program} {overrides})
 
 
 def help_text(program: str, overrides: Sequence[str], *, multirun: bool = False) -> str:
-    """Return the help for `overrides`, with the values unresolved that only a run knows; call it inside `searching`.
+    """Return the help for `overrides`, with the values unresolved that only a run knows.
+
+    Call it inside `searching`.
 
     Raises:
         ConfigurationError: If an override names an unknown group, choice or key.

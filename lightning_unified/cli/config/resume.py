@@ -1,4 +1,7 @@
-"""Continue a run from its saved configuration; overrides given beside `resume=` win and are reported."""
+"""Continue a run from its saved configuration.
+
+Overrides given beside `resume=` win and are reported.
+"""
 
 import os
 import pickle
@@ -119,7 +122,9 @@ def merged_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def joined(run: SavedRun, given: Sequence[str]) -> tuple[Composed, list[Change]]:
-    """Return the configuration that continues `run`, and the changes that `given` makes; call it inside `searching`.
+    """Return the configuration that continues `run`, and the changes that `given` makes.
+
+    Call it inside `searching`.
 
     The saved configuration contains detected hardware and values of earlier versions of the shipped files. So it
     changes only where `given` makes a difference: compose without `given`, compose with it, apply the difference. A

@@ -26,7 +26,9 @@ def direction_of(config: Any) -> str:
 
 
 class OptunaSweeper(Sweeper):
-    """Runs `n_trials` runs, drawn `n_jobs` at once, and writes the best values to `optimization_results.yaml`.
+    """Runs `n_trials` runs, drawn `n_jobs` at once.
+
+    It writes the best values to `optimization_results.yaml`.
 
     The objective is the metric that decides `best.ckpt`, and `callbacks.checkpoint.mode` is its direction unless `direction` is given.
     docs/how-to/sweeps.md describes the settings, and the overrides that draw: `interval`, `tag(log,…)`, `int(…)`, `range` and `choice`.
@@ -68,7 +70,10 @@ class OptunaSweeper(Sweeper):
             OmegaConf.save(OmegaConf.create(best), folder / "optimization_results.yaml")
 
     def _drawn(self, trial: Any, override: Override) -> str:
-        """Return the override `key=value` with a value that `trial` draws; an integer if the key holds one."""
+        """Return the override `key=value` with a value that `trial` draws.
+
+        It is an integer if the key holds one.
+        """
         key, sweep = override.get_key_element(), override.value()
         name = key.lstrip("+")
         if isinstance(sweep, IntervalSweep):

@@ -52,7 +52,10 @@ def _print_json(**found: Any) -> None:
 
 
 def _table(name: str, figures: Mapping[str, Any]) -> Table:
-    """Return a table of one machine: speeds with their sources, and measured over predicted peaks and times by kind."""
+    """Return a table of one machine's speeds, with their sources.
+
+    It has measured over predicted peaks and times by kind.
+    """
     table = Table(
         title=name, title_justify="left", title_style="bold not italic", header_style="dim", box=None, pad_edge=False
     )

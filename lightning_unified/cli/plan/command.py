@@ -81,7 +81,10 @@ def _plan(asked: Asked) -> int:
 
 
 def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Target", precision: str) -> "Page":
-    """Plan for the target and the other machines, and return the page; `precision` is the requested one."""
+    """Plan for the target and the other machines, and return the page.
+
+    `precision` is the requested one.
+    """
     from lightning_unified.cli.plan.planner_calls import fits_where, with_phases
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cost_model import rates

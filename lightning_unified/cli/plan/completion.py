@@ -1,4 +1,7 @@
-"""Tab completion of `python -m lightning_unified plan` in bash, in addition to existing completion of `python`."""
+"""Tab completion of `python -m lightning_unified plan` in bash.
+
+It is added to existing completion of `python`.
+"""
 
 import io
 import os

@@ -96,7 +96,9 @@ def batches_of_other_phases(data: LightningDataModule) -> dict[str, Any]:
 
 
 def largest_batch(module: LightningModule, batch: Any) -> Any:
-    """Return the batch that is split: the module's own where its `prepare` makes other rows than the loader.
+    """Return the batch that is split.
+
+    It is the module's own where its `prepare` makes other rows than the loader.
 
     Such a module defines `largest_batch(batch)`, which returns the largest batch that `prepare` can make, without sampling.
     """
@@ -105,7 +107,9 @@ def largest_batch(module: LightningModule, batch: Any) -> Any:
 
 
 def validation_batch_of_data(data: LightningDataModule) -> Any:
-    """Return a validation batch of a data module, None if it has none; call it after `batch_of_data`.
+    """Return a validation batch of a data module, None if it has none.
+
+    Call it after `batch_of_data`.
 
     A data module with `example_batch()` gives its `example_validation_batch()`, if defined. With several loaders the first one
     gives the batch.
@@ -127,7 +131,10 @@ def rows_of(batch: Any) -> int | None:
 
 
 def length_of(batch: Any) -> int | None:
-    """Return the tokens of a row: the second dimension of the first integer tensor that has one, else None."""
+    """Return the tokens of a row, None if there is no integer tensor with two dimensions.
+
+    They are the second dimension of the first such tensor.
+    """
     whole = [tensor for _, tensor in _tensors(batch) if tensor.ndim > 1 and not tensor.is_floating_point()]
     return whole[0].shape[1] if whole else None
 

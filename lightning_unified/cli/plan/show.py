@@ -147,7 +147,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def page_console() -> Console:
-    """Return a console on standard output; a file or a pipe gets a width in which the tables fit."""
+    """Return a console on standard output.
+
+    A file or a pipe gets a width in which the tables fit.
+    """
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
 
 

@@ -112,7 +112,10 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
 
 
 def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
-    """Return `config` for a plan: on the CPU, with the user's callbacks only, without loggers and checkpoints."""
+    """Return `config` for a plan on the CPU, without loggers and checkpoints.
+
+    Of the callbacks it keeps the user's.
+    """
     planned = config.copy()
     callbacks = OmegaConf.to_container(config.callbacks, resolve=False) if config.callbacks else {}
     users = {
@@ -187,7 +190,10 @@ def _file(name: str, flag: str) -> Any:
 
 
 def _arguments(pairs: Sequence[str], target: Callable[..., Any], path: str) -> dict[str, Any]:
-    """Parse `key=value` pairs as arguments of `target`, values as YAML; refuse unknown keys with the nearest."""
+    """Parse `key=value` pairs as arguments of `target`, values as YAML.
+
+    Refuse unknown keys with the nearest.
+    """
     arguments = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -60,7 +60,10 @@ def _needs_values(error: BaseException | None) -> bool:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Creates large tensors on the meta device, as the context `torch.device("meta")` does for all tensors."""
+    """Creates large tensors on the meta device.
+
+    The context `torch.device("meta")` does so for all tensors.
+    """
 
     @override
     def __torch_function__(

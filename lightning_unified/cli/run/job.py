@@ -233,7 +233,9 @@ def _own_lines() -> contextlib.AbstractContextManager[None]:
 
 
 def _remove_traces(directory: Path, *, there: set[Path]) -> None:
-    """Remove the files of a refused run, except those that were `there` before, and folders that are then empty.
+    """Remove a refused run's files, except those that were `there` before.
+
+    Folders that are empty then are removed too.
 
     Checkpoints are never removed.
     """
@@ -251,7 +253,10 @@ def _remove_traces(directory: Path, *, there: set[Path]) -> None:
 
 
 def _resume_override(directory: Path) -> str:
-    """Return `resume=…` as typed in a shell; Hydra needs quotes around a sweep's folders, which contain `=`."""
+    """Return `resume=…` as typed in a shell.
+
+    Hydra needs quotes around a sweep's folders, which contain `=`.
+    """
     path = _short(directory)
     return f"resume={path}" if _PLAIN.fullmatch(path) else shlex.quote(f'resume="{path}"')
 

@@ -25,7 +25,7 @@ log = logging.getLogger("lightning_unified")
 
 
 class Journal(Callback):
-    """Append the start, the strategy's events and the end of a run to `events.jsonl` in the run directory.
+    """Append a run's start, the strategy's events and the end to `events.jsonl`.
 
     Each line has `time` (ISO 8601, UTC), `step` (under which metrics of the batch are logged), `kind`, `text`, and the state of the run:
     `micro_batch_size`, `recoveries` of this process so far, `budget_bytes`. A resumed run appends its own lines.

@@ -35,13 +35,19 @@ class Parts:
 
 
 def count_parameters(module: LightningModule) -> int:
-    """Return the number of parameters; a module that keeps copies names its own by `own_parameters()`."""
+    """Return the number of parameters.
+
+    A module that keeps copies names its own by `own_parameters()`.
+    """
     own = getattr(module, "own_parameters", module.parameters)
     return sum(parameter.numel() for parameter in own())
 
 
 class _Start(Callback):
-    """Call a function once strategy, data and checkpoint are set up, so that their errors are printed first."""
+    """Call a function once strategy, data and checkpoint are set up.
+
+    Their errors are printed first.
+    """
 
     def __init__(self, then: Callable[[LightningModule], None]) -> None:
         self._then = then
@@ -140,7 +146,10 @@ def _resolved(node: DictConfig) -> dict[str, Any]:
 
 
 def _switched_off(callback: Callback, trainer: DictConfig) -> bool:
-    """Return whether a flag of the Trainer turns `callback` off; Lightning raises for the pair instead."""
+    """Return whether a flag of the Trainer turns `callback` off.
+
+    Lightning raises for the pair instead.
+    """
     bars = isinstance(callback, ProgressBar) and trainer.enable_progress_bar is False
     return bars or (isinstance(callback, Checkpoint) and trainer.enable_checkpointing is False)
 

@@ -29,7 +29,10 @@ class SampleWriter(Protocol):
     """A module that writes a few texts after training, for a person to look at."""
 
     def write_samples(self, *, seed: int) -> list[str]:
-        """Return texts of the model, the same for the same weights and `seed`; none if it cannot write any."""
+        """Return texts of the model, the same for the same weights and `seed`.
+
+        The result is None if it cannot write any.
+        """
         ...
 
 
@@ -88,7 +91,10 @@ def _samples(module: LightningModule, callbacks: Iterable[object], *, seed: int)
 
 
 def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
-    """Return the metrics of the last validation without `val/`; validate first if the weights have changed since."""
+    """Return the metrics of the last validation without `val/`.
+
+    Validate first if the weights have changed since.
+    """
     trainer = parts.trainer
     if not stopped and parts.throughput.validated_at != trainer.global_step and trainer.limit_val_batches:
         with warnings.catch_warnings():
@@ -130,7 +136,10 @@ def _named(baselines: Mapping[str, float]) -> dict[str, float]:
 
 
 def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict[str, Any]:
-    """Return `summary.json` without validation and resume command; None where a value is unknown."""
+    """Return `summary.json` without validation and resume command.
+
+    Unknown values are None.
+    """
     trainer, strategy, count = parts.trainer, parts.trainer.strategy, parts.throughput
     own_reading = getattr(strategy, "reading", None)
     reading = read(str(strategy.root_device)) if own_reading is None else own_reading()

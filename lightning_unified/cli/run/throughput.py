@@ -48,7 +48,10 @@ class Throughput(Callback):
 
     @property
     def tokens(self) -> int | None:
-        """Scored tokens trained on, None if the batches have no labels. Reading it waits for the device."""
+        """Scored tokens trained on, None if the batches have no labels.
+
+        Reading it waits for the device.
+        """
         return None if self._tokens is None else int(self._tokens)
 
     @override
@@ -88,7 +91,10 @@ class Throughput(Callback):
         self.validated_at = trainer.global_step
 
     def _log(self, trainer: Trainer) -> None:
-        """Log the speed since the last log. No batch in between waits for the device, so only their mean is meaningful."""
+        """Log the speed since the last log.
+
+        No batch in between waits for the device, so only their mean is meaningful.
+        """
         now = (self._batches, self.samples, self.seconds)
         batches, samples, seconds = (a - b for a, b in zip(now, self._logged, strict=True))
         self._logged = now

@@ -122,7 +122,10 @@ class _Log:
 
 @contextmanager
 def _printer(*, as_json: bool, once: bool) -> Iterator[Callable[[Snapshot], None]]:
-    """Yield a function that shows a snapshot: as a line of JSON, as a live screen, or as text without a terminal."""
+    """Yield a function that shows a snapshot.
+
+    It prints a line of JSON, a live screen, or text where there is no terminal.
+    """
     console = Console(highlight=False)
     if as_json:
         yield lambda snapshot: print(json.dumps(snapshot.as_json()), flush=True)

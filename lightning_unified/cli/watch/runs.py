@@ -19,7 +19,9 @@ _FORGOTTEN_S = 7 * 86400.0  # files of another machine or version are kept for a
 
 
 def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
-    """Return the records of live runs on this machine, oldest first; remove the files of dead ones.
+    """Return the records of live runs on this machine, oldest first.
+
+    Remove the files of dead ones.
 
     Args:
         directory: The folder of the record files, from `runs_directory`; None or absent means no runs.
@@ -61,6 +63,9 @@ def _untouched_s(path: Path) -> float:
 
 
 def _has_ended(record: RunRecord, sources: Sources) -> bool:
-    """Return whether the process is gone, or its id belongs to a process that began after the record was written."""
+    """Return whether the process is gone, or another one has its id.
+
+    The other one began after the record was written.
+    """
     began = sources.process_start(record.pid)
     return began is None or began > datetime.fromisoformat(record.updated).timestamp() + _CLOCK_SLACK_S

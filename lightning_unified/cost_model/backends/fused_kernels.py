@@ -52,7 +52,10 @@ def fused_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Run RMS normalisation as one kernel; `plain` if the weight has another dtype, as torch does."""
+    """Run RMS normalisation as one kernel.
+
+    Run `plain` if the weight has another dtype, as torch does.
+    """
     if weight is not None and weight.dtype is not input.dtype:
         return plain(input, normalized_shape, weight, eps)
     return _FusedRmsNorm.apply(input, weight, math.prod(normalized_shape))  # pyright: ignore[reportReturnType]

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from lightning_unified.cache_folder import cache_folder
 from lightning_unified.cost_model.rates import Alignment, Rates, measure_alignment, measure_rates
 from lightning_unified.hardware import Reading
 
 __all__ = [
-    "CACHE_VARIABLE",
     "Calibration",
     "cache_directory",
     "calibrated_machines",
@@ -36,9 +36,6 @@ __all__ = [
 
 log = logging.getLogger("lightning_unified")
 
-CACHE_VARIABLE = "LIGHTNING_UNIFIED_CACHE"
-"""Environment variable that names the cache folder, in place of the platform's default."""
-
 _VERSION = 1
 _KEPT = 16  # judgement: number of ratios kept for each kind
 _MOST = 1.3  # judgement: a larger correction means a wrong prediction, not a slightly different machine
@@ -47,24 +44,9 @@ Ratios = dict[str, list[float]]
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
-    """Return the folder of this user's calibrations; None if the user has no home folder.
-
-    `LIGHTNING_UNIFIED_CACHE` takes precedence over the platform's default: `$XDG_CACHE_HOME` or `~/.cache`, on macOS
-    `~/Library/Caches`, on Windows `%LOCALAPPDATA%`.
-
-    Source:
-        XDG Base Directory Specification 0.8: relative paths are ignored.
-    """
-    if environ.get(CACHE_VARIABLE):
-        return Path(environ[CACHE_VARIABLE]) / "calibration"
-    named = environ.get("LOCALAPPDATA" if system == "win32" else "XDG_CACHE_HOME", "")
-    usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(system, ".cache")
-    if Path(named).is_absolute() and system != "darwin":
-        return Path(named) / "lightning_unified" / "calibration"
-    try:
-        return Path.home() / usual / "lightning_unified" / "calibration"
-    except RuntimeError:
-        return None
+    """Return the folder of this user's calibrations; None if the user has no home folder."""
+    folder = cache_folder(environ, system=system)
+    return None if folder is None else folder / "calibration"
 
 
 def machine_key(*, device: str, total_bytes: int | None, torch_version: str) -> str:
@@ -150,7 +132,10 @@ class Calibration:
         return rates
 
     def gains(self, device: torch.device | str) -> Alignment:
-        """Return the gain of aligned sizes on this machine; the first call measures it in half a second."""
+        """Return the gain of aligned sizes on this machine.
+
+        The first call measures it in half a second.
+        """
         alignment = self.alignment or measure_alignment(device)
         if self.alignment is None:
             self.keep(alignment=alignment)

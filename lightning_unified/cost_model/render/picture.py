@@ -208,7 +208,10 @@ def _step(axes: "Axes", prediction: Prediction) -> None:
 
 
 def _weighed(axes: "Axes", plan: Plan) -> None:
-    """Draw each alternative by reserved bytes and seconds; the best is lowest, left of the budget."""
+    """Draw each alternative by reserved bytes and seconds.
+
+    The best is lowest, left of the budget.
+    """
     dots = [(each.reserved_bytes, each.seconds) for each in plan.alternatives]
     best, words = plan.prediction, "nothing fits"
     if best is not None and best.seconds is not None:

@@ -11,7 +11,9 @@ __all__ = ["Addresses"]
 
 
 class Addresses:
-    """Addresses of a process, in bytes from the start of its first range; later ranges lie below it.
+    """Addresses of a process, in bytes from the start of its first range.
+
+    Later ranges lie below it.
 
     A segment goes to the lowest address with enough room among the holes in existing ranges. Otherwise a new range of whole
     32 MiB pages begins below all others. The first range exists from the start: 512 MiB, of which 2 and 24 MiB are free, and

@@ -26,7 +26,10 @@ _SMALL = 1 * MIB  # largest small block, on both backends
 
 
 class Block:
-    """Bytes of one tensor, or kept for the next; `home` is its heap or segment, `at` its address."""
+    """Bytes of one tensor, or kept for the next.
+
+    `home` is its heap or segment, `at` its address.
+    """
 
     __slots__ = ("after", "at", "before", "home", "size", "used")
 

@@ -1,1 +1,1 @@
-"""Limits of torch's allocators: environment variables, written before they are read and checked, and caps."""
+"""Limits of torch's allocators (environment variables and caps), and builds of torch."""

@@ -18,7 +18,10 @@ _PATIENCE_S = 20.0  # nvidia-smi starts the driver where nothing keeps it loaded
 
 
 def build_advice(sources: Sources) -> str | None:
-    """Return the fault of the installed build of torch and the build to install; None if it fits the machine."""
+    """Return the fault of the installed build of torch and the build to install.
+
+    The result is None if it fits the machine.
+    """
     if sources.torch is None or sources.simulated is not None:
         return None
     machine = read_machine(sources)
@@ -83,7 +86,10 @@ def _cuda_fault(sources: Sources, machine: Machine, cuda: tuple[int, ...]) -> st
 
 
 def _advice(sources: Sources, machine: Machine, kind: str, vendor: str, fault: str | None) -> str | None:
-    """Return the advice for a build with `fault`; None without a fault, or if torch's CPU build is the one that fits."""
+    """Return the advice for a build with `fault`.
+
+    The result is None without a fault, or if torch's CPU build is the one that fits.
+    """
     choice = choose_build(machine)
     if fault is None or choice.build == "cpu":
         return None
@@ -108,7 +114,10 @@ def _cuda_works(sources: Sources) -> bool:
 
 
 def _nvidia(sources: Sources) -> tuple[tuple[int, ...] | None, tuple[int, int] | None]:
-    """Return NVIDIA's driver version and the highest compute capability; None for what is unknown."""
+    """Return NVIDIA's driver version and the highest compute capability.
+
+    The result is None for what is unknown.
+    """
     written = read_text(sources.sys / "module/nvidia/version")
     if written is None:
         line = (read_text(sources.proc / "driver/nvidia/version") or "").partition("\n")[0]

@@ -95,7 +95,10 @@ class Choice:
 
 
 def builds_for(machine: Machine) -> tuple[str, ...]:
-    """Return the names of the builds for the machine's platform: `metal` for macOS, elsewhere PyTorch's indexes."""
+    """Return the names of the builds for the machine's platform.
+
+    They are `metal` for macOS, elsewhere PyTorch's indexes.
+    """
     if machine.platform == "darwin":
         return ("metal",)
     if machine.platform == "win32":
@@ -116,7 +119,9 @@ def choose_build(machine: Machine) -> Choice:
 
 
 def kernels_run(cuda: tuple[int, ...], machine: Machine, *, driver_counts: bool = True) -> bool:
-    """Return whether a build for this CUDA version runs on the machine's driver and GPU; unknown facts count as fitting.
+    """Return whether a build for this CUDA version runs on the machine's driver and GPU.
+
+    Unknown facts count as fitting.
 
     Args:
         cuda: The CUDA version of the build.

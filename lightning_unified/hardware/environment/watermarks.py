@@ -40,7 +40,9 @@ class Watermarks:
 
 
 def watermarks(budget: Budget, reading: Reading, environ: Mapping[str, str]) -> Watermarks:
-    """Return the watermarks of a budget: the budget and 85 % of it; on MPS the user's own ratios.
+    """Return the watermarks of a budget: the budget and 85 % of it.
+
+    On MPS these are the user's own ratios.
 
     Args:
         budget: Bytes the run may use.
@@ -112,7 +114,10 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
 
 
 def _users_fraction(module: Any, index: int, environ: Mapping[str, str]) -> float | None:
-    """Return the fraction set by the user, in this process or its environment; None if there is none."""
+    """Return the fraction set by the user, in this process or its environment.
+
+    The result is None if there is none.
+    """
     ask = getattr(module, "get_per_process_memory_fraction", None)
     if ask is None:
         return None

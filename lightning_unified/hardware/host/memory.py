@@ -103,7 +103,10 @@ def host_swap(sources: Sources) -> tuple[Figure, Figure]:
 
 
 def free_in_large_blocks(sources: Sources) -> Figure:
-    """Return the bytes free in blocks of 2 MiB or more; all free bytes if the kernel lists no blocks."""
+    """Return the bytes free in blocks of 2 MiB or more.
+
+    The result is all free bytes if the kernel lists no blocks.
+    """
     found = None
     for line in (read_text(sources.proc / "buddyinfo") or "").splitlines():
         counts = [int(word) for word in line.partition("zone")[2].split()[1:] if word.isdigit()]
@@ -116,7 +119,9 @@ def free_in_large_blocks(sources: Sources) -> Figure:
 
 
 def mmap_threshold(sources: Sources) -> int | None:
-    """Return the bytes from which the C library maps blocks singly, if the user set it; else None.
+    """Return the bytes from which the C library maps blocks singly, if the user set it.
+
+    Otherwise return None.
 
     Source:
         The GNU C Library manual, "Memory Allocation Tunables": glibc.malloc.mmap_threshold, formerly MALLOC_MMAP_THRESHOLD_.
@@ -158,7 +163,10 @@ def resident_files(sources: Sources) -> int:
 
 
 def peak_resident(sources: Sources) -> Figure:
-    """Return the peak of this process's resident bytes; one small read, cheap enough for every step."""
+    """Return the peak of this process's resident bytes.
+
+    It is one small read, cheap enough for every step.
+    """
     peak = _process(sources, "VmHWM")
     if peak.bytes is None and (resident := sources.max_resident()) is not None:
         return Figure(resident, "ru_maxrss")

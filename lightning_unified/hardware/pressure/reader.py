@@ -103,7 +103,10 @@ class PressureReader:
         self._before: _Counters | None = None
 
     def read(self, now: float) -> Pressure:
-        """Return the pressure at `now`, in seconds of a monotonic clock; the first sample has no rates."""
+        """Return the pressure at `now`, in seconds of a monotonic clock.
+
+        The first sample has no rates.
+        """
         after, before = self._sample(now), self._before
         self._before = after
         swap = _rate(before, after, "swapped_out")

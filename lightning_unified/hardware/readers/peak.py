@@ -20,7 +20,9 @@ def read_peak(device: "str | torch.device", *, sources: Sources | None = None) -
 
 
 def reset_peak(device: "str | torch.device", *, sources: Sources | None = None) -> bool:
-    """Reset the peak of `device` to its present use; return False if the counter cannot be reset.
+    """Reset the peak of `device` to its present use.
+
+    Return False if the counter cannot be reset.
 
     Source:
         Linux `man 5 proc`, clear_refs: writing 5 resets VmHWM to VmRSS. torch.accelerator has an allocator for MPS since

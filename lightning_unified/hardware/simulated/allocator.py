@@ -219,7 +219,9 @@ class _Shortage:
 
 
 def _limits(profile: Profile, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return the high and low watermark in bytes that torch reads from the environment; None for no limit.
+    """Return the high and low watermark in bytes that torch reads from the environment.
+
+    The result is None for no limit.
 
     Raises:
         RuntimeError: If Metal's ratios are a pair that torch refuses.

@@ -91,7 +91,10 @@ class LiveTensors(TorchDispatchMode):
             self._allocator.free(block)
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of a dense tensor in host memory; None for sparse, meta and fake tensors."""
+        """Return the storage of a dense tensor in host memory.
+
+        The result is None for sparse, meta and fake tensors.
+        """
         if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -142,7 +145,10 @@ def _place(func: Any) -> str:
 
 @cache
 def _is_library(module: str) -> bool:
-    """Return whether a module's lines are hidden; a package that says `SHOWS_ITS_LINES` is treated like a user's."""
+    """Return whether a module's lines are hidden.
+
+    A package that says `SHOWS_ITS_LINES` is treated like a user's.
+    """
     top, _, rest = module.partition(".")
     package = sys.modules.get(f"{top}.{rest.partition('.')[0]}")
     return top in _LIBRARIES and not getattr(package, "SHOWS_ITS_LINES", False)

@@ -80,7 +80,10 @@ class SimulatedMachine:
 
     @property
     def others(self) -> int:
-        """Bytes of RAM held by the system and other programs; set it to put the machine under pressure."""
+        """Bytes of RAM held by the system and other programs.
+
+        Set it to put the machine under pressure.
+        """
         return self._host.others
 
     @others.setter
@@ -93,7 +96,9 @@ class SimulatedMachine:
 
     @contextmanager
     def active(self, *, holding: "Iterable[Tensor]" = ()) -> "Iterator[LiveTensors]":
-        """Count storages made inside the block, and `holding`, as the device's; run attention as it does.
+        """Count storages made inside the block, and `holding`, as the device's.
+
+        Run attention as it does.
 
         Storages that survive the block keep counting until they die or `forget` is called.
         """

@@ -1,4 +1,7 @@
-"""The codec with its tokenizer as a LightningModule: evaluation and compression use it, and checkpoints hold it."""
+"""The codec with its tokenizer as a LightningModule.
+
+Evaluation and compression use it, and checkpoints hold it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -120,7 +123,10 @@ class TextCodec(LightningModule):
         self.tokenizer = given
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token of `ids` (B, T); `mask` (B, T) is False at pads."""
+        """Return the log-odds (B, T) of keeping each token of `ids` (B, T).
+
+        `mask` (B, T) is False at pads.
+        """
         return self.codec(ids, mask)
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
@@ -139,7 +145,9 @@ class TextCodec(LightningModule):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the logits (B, U, V) of the continuation, predicted from the kept tokens and the tokens before it.
+        """Return the logits (B, U, V) of the continuation.
+
+        They are predicted from the kept tokens and the tokens before it.
 
         The reader gets the kept tokens (`keep` above 0.5) side by side and no slots for the others, so it reads fewer slots.
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_unified.data.documents.record import EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
+from lightning_unified.nn.token_log_probs import filter_logits
 
-__all__ = ["Sampling", "filter_logits", "generate"]
+__all__ = ["Sampling", "generate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,18 +140,6 @@ class _Run:
 
     def _left_padded(self, rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
         return torch.tensor([[fill] * (self.width - len(row)) + list(row) for row in rows], device=self.device)
-
-
-def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return `logits` (B, V) with -inf at tokens outside top_k and top_p; at least one stays."""
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probabilities = ordered.softmax(-1)
-        surplus = probabilities.cumsum(-1) - probabilities >= top_p
-        logits = logits.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), -torch.inf)
-    return logits
 
 
 def _draw(logits: Tensor, *, sampling: Sampling, generator: torch.Generator | None) -> Tensor:

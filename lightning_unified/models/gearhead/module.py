@@ -26,7 +26,9 @@ __all__ = ["GearHead"]
 
 
 class GearHead(LightningModule):
-    """A language model for equipment diagnostics; the preset `gearhead-text` makes it one of plain text.
+    """A language model for equipment diagnostics.
+
+    The preset `gearhead-text` makes it one of plain text.
 
     The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
     the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of

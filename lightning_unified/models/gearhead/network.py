@@ -1,4 +1,6 @@
-"""The GearHead network: a pre-norm decoder with learned positions, an embedding of fault codes and a tied head.
+"""The GearHead network: a pre-norm decoder with learned positions and a tied head.
+
+It has an embedding of fault codes.
 
 Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
 """
@@ -69,7 +71,9 @@ class _Block(nn.Module):
 
 
 class GearHeadNetwork(nn.Module):
-    """Decoder from token ids to one vector per position; callers apply the head, possibly in chunks.
+    """Decoder from token ids to one vector per position.
+
+    Callers apply the head, possibly in chunks.
 
     Args:
         config: The sizes.

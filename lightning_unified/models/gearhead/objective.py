@@ -27,7 +27,9 @@ def with_totals(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def loss_sums(
     network: GearHeadNetwork, batch: Mapping[str, Tensor], *, chunk_rows: int | None = None
 ) -> dict[str, Tensor]:
-    """Return scalars: `loss`, summed over tokens, `diagnosis_loss`, and `right`, the number of right diagnoses.
+    """Return the scalars `loss`, `diagnosis_loss` and `right`.
+
+    The loss is summed over tokens, and `right` is the number of right diagnoses.
 
     Without a diagnostic head, the last two are 0. `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
     """

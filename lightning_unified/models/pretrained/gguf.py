@@ -4,15 +4,14 @@ Only the file is read from a package; its code never runs. transformers unpacks 
 user as safetensors, beside the tokenizer with its chat template and special tokens.
 """
 
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 
+from lightning_unified.cache_folder import CACHE_VARIABLE, cache_folder
 from lightning_unified.models.pretrained.source import package_files, require
 
 __all__ = ["GGUF_PACKAGES", "converted", "gguf_file", "without_progress_bars"]
@@ -55,7 +54,7 @@ def converted(name: str) -> Path:
         FileNotFoundError: As `gguf_file`, which also raises RuntimeError and ValueError.
     """
     file = gguf_file(name)
-    folder = _cache_directory() / "models" / f"{name}-{file.stat().st_size}"
+    folder = _models_folder() / f"{name}-{file.stat().st_size}"
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
@@ -110,13 +109,8 @@ def _publish(made: Path, folder: Path) -> None:
             raise
 
 
-def _cache_directory() -> Path:
-    """Return the user's cache folder, chosen as for measurements of the machine."""
-    own = os.environ.get("LIGHTNING_UNIFIED_CACHE")
-    if own:
-        return Path(own)
-    named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if Path(named).is_absolute() and sys.platform != "darwin":  # a relative path must be ignored (XDG 0.8)
-        return Path(named) / "lightning_unified"
-    usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
-    return Path.home() / usual / "lightning_unified"
+def _models_folder() -> Path:
+    folder = cache_folder()
+    if folder is None:
+        raise FileNotFoundError(f"no home folder to keep converted models in: name a folder in {CACHE_VARIABLE}.")
+    return folder / "models"

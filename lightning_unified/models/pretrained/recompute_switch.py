@@ -1,4 +1,4 @@
-"""Base of LightningModules that wrap a model of transformers: a switch for activation checkpointing."""
+"""Base of modules that wrap a model of transformers: a switch for recomputation."""
 
 from abc import abstractmethod
 

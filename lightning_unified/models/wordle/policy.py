@@ -21,7 +21,9 @@ __all__ = ["frozen_names", "policy_of"]
 
 
 def policy_of(hparams: Mapping[str, Any]) -> tuple[nn.Module, bool]:
-    """Return the language model for the arguments of `Wordle`, and whether its weights were read from files.
+    """Return the language model for the arguments of `Wordle`.
+
+    Return also whether its weights were read from files.
 
     Raises:
         FileNotFoundError: If the weights are not found.

@@ -1,4 +1,7 @@
-"""Rewards of answers: none without the required form, and none above the secret's; and Wordle as a task of GRPO."""
+"""Rewards of answers, and Wordle as a task of GRPO.
+
+An answer without the required form gets none, and no answer gets more than the secret.
+"""
 
 from collections.abc import Sequence
 from typing import Any

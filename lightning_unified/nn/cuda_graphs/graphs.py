@@ -180,7 +180,9 @@ class RecordedCalls:
         return found.result
 
     def _record(self) -> bool:
-        """Record the shapes that came more than once; return whether that succeeded, where False is final.
+        """Record the shapes that came more than once.
+
+        Return whether that succeeded, where False is final.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out for the first time; all recordings and known shapes are dropped then.

@@ -48,7 +48,9 @@ class KnownShapes:
         self._examples[example.key], self._last[example.key] = example, self._calls
 
     def due(self, recorded: Container[Hashable]) -> list[Call]:
-        """Return the shapes to record, the largest first: those that came more than once and are not `recorded`.
+        """Return the shapes to record, the largest first.
+
+        They came more than once and are not `recorded`.
 
         Smaller shapes reuse the memory of the largest one.
         """

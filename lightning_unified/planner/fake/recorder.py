@@ -159,7 +159,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _follow(self, hidden: Hidden, outputs: tuple[Tensor, ...]) -> Storage | None:
-        """Note the allocations and frees of a call in their order; return the first result's storage."""
+        """Note the allocations and frees of a call in their order.
+
+        Return the first result's storage.
+        """
         storages, waiting = self._storages, list(reversed(outputs))
         entered = [storages.enter(waiting.pop(), self.phase) for _ in range(len(waiting) - hidden.order.count(RESULT))]
         inside: list[Storage] = []

@@ -1,4 +1,7 @@
-"""The memory that the plans of a fit take: one predicted peak, the bytes to spare, and the comparison with the measured peak."""
+"""The memory that the plans of a fit take.
+
+It holds one predicted peak, the bytes to spare, and the comparison with the measured peak.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +29,10 @@ class PredictedMemory:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The prediction for the training step, with that for the validation step; None without a plan."""
+        """The prediction for the training step, with that for the validation step.
+
+        The result is None without a plan.
+        """
         own = self._planning.prediction
         return None if own is None else replace(own, validation=self._validation.prediction)
 

@@ -53,7 +53,7 @@ class EncoderCheck:
         self._device, self._limit, self._tell = device, limit, tell
         self._steps = 0
         self._seen: set[tuple[Any, ...]] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def next_step(self) -> None:
         """Record that another step runs in chunks."""
@@ -99,11 +99,11 @@ class EncoderCheck:
 
     def _say(self, name: str, what: str, detail: str) -> None:
         """Report a finding once a run."""
-        if (name, what) not in self._told:
-            self._told.add((name, what))
-            told = f"encoder {name!r}, which runs in chunks of rows, {what}: {detail}"
-            self._tell(told)
-            log.log(logging.WARNING if what == "is not checked" else logging.INFO, "The %s.", told)
+        if (name, what) not in self._reported:
+            self._reported.add((name, what))
+            finding = f"encoder {name!r}, which runs in chunks of rows, {what}: {detail}"
+            self._tell(finding)
+            log.log(logging.WARNING if what == "is not checked" else logging.INFO, "The %s.", finding)
 
     def _draws(self, call: EncoderCall, few: dict[Any, Any], sizes: Sequence[int], aside: IsolatedEncoder) -> bool:
         """Return whether a call draws random numbers.

@@ -109,7 +109,10 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule restored from its `state_dict`; None if the module's declaration has changed."""
+    """Return the rule restored from its `state_dict`.
+
+    The result is None if the module's declaration has changed.
+    """
     own = declared(rules)
     if own is not None or state["name"] in _DECLARED:
         return own if own is not None and own.name == state["name"] else None

@@ -51,7 +51,10 @@ class Attempt:
             self._weights = (WeightsCopy if self._copies_weights else WeightsWatch)(optimizer)
 
     def restore_weights(self) -> bool:
-        """Restore weights and optimizer state; return False if some are written and cannot be restored."""
+        """Restore weights and optimizer state.
+
+        Return False if some are written and cannot be restored.
+        """
         return self._weights is None or self._weights.restore()
 
     def undo(self) -> Any:

@@ -141,7 +141,7 @@ class SplitResults:
         self._flush(parts, by_steps=False)
 
         def by_shape(_path: str, values: Sequence[Any]) -> Any:
-            return merge(values, sizes=parts.rows, average=partial(merged, "mean", parts=parts))
+            return merge(values, sizes=parts.rows, average=partial(merged, "mean", weights=parts))
 
         return merge_tree(tables.outputs, values, parts, fallback=by_shape)
 
@@ -157,7 +157,7 @@ class SplitResults:
             return call.values[-1], call.batch_sizes[-1]
         sized = all(size is not None for size in call.batch_sizes)
         weights = MicroBatchWeights(
-            [parts.rows[part] for part in call.parts], [parts.terms[part] for part in call.parts]
+            [parts.rows[index] for index in call.micro_batches], [parts.terms[index] for index in call.micro_batches]
         )
         batch_size = None
         if sized:

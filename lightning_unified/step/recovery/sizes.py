@@ -103,7 +103,9 @@ class SizeEvidence:
         return forgiven
 
     def bounds(self, elements: int) -> tuple[int, int] | None:
-        """Return the largest size known to fit rows of `elements` entries, 0 if none, and the smallest that failed.
+        """Return the largest size known to fit rows of `elements` entries, 0 if none.
+
+        Return also the smallest size that failed.
 
         The result is None if no size failed for such rows.
         """

@@ -21,14 +21,14 @@ from lightning_unified.step.split.containers import (
 __all__ = ["merge"]
 
 
-def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
+def merge(outputs: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
     """Merge the micro-batches' outputs into the whole batch's output.
 
     The first dimension decides whether a tensor has one entry per row. A tensor that is by chance as long as its micro-batch, in every
     micro-batch, therefore counts as one with an entry per row.
 
     Args:
-        parts: The outputs, one per micro-batch.
+        outputs: One for each micro-batch.
         sizes: The rows of each micro-batch.
         average: Returns the whole batch's value for the micro-batches' floating-point values.
 
@@ -36,48 +36,50 @@ def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequ
         The merged output. Tensors, arrays and lists with one entry per row are concatenated, and other floating-point values are averaged.
         For all other values, and for values whose type differs among micro-batches, the last micro-batch's value is kept.
     """
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
-        return parts[-1]
+    first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs):
+        return outputs[-1]
     if isinstance(first, (Tensor, np.ndarray)):
-        return _merge_arrays(parts, sizes, average)
+        return _merge_arrays(outputs, sizes, average)
     if isinstance(first, float):
-        return average(parts)
+        return average(outputs)
     if is_tensor_collection(first) and len(first.batch_size):
-        by_row = all(part.batch_size[0] == size for part, size in zip(parts, sizes, strict=True))
-        return torch.cat(list(parts)) if by_row else parts[-1]
+        by_row = all(output.batch_size[0] == size for output, size in zip(outputs, sizes, strict=True))
+        return torch.cat(list(outputs)) if by_row else outputs[-1]
     if isinstance(first, Mapping):
-        keys = [key for key in first if all(key in part for part in parts)]
-        merged = {key: merge([part[key] for part in parts], sizes=sizes, average=average) for key in keys}
-        rest = {key: value for part in parts for key, value in part.items() if key not in merged}
+        keys = [key for key in first if all(key in output for output in outputs)]
+        merged = {key: merge([output[key] for output in outputs], sizes=sizes, average=average) for key in keys}
+        rest = {key: value for output in outputs for key, value in output.items() if key not in merged}
         return with_items(first, {**merged, **rest})
     if isinstance(first, PackedSequence):
-        rows = [row for part in parts for row in unpack_sequence(part)]
-        return pack_sequence(rows, enforce_sorted=all(part.sorted_indices is None for part in parts))
+        rows = [row for output in outputs for row in unpack_sequence(output)]
+        return pack_sequence(rows, enforce_sorted=all(output.sorted_indices is None for output in outputs))
     if isinstance(first, (list, tuple)):
-        pairs = list(zip(parts, sizes, strict=True))
-        if all(len(part) == size for part, size in pairs) and not all(_holds_columns(*pair) for pair in pairs):
-            return type(first)(value for part in parts for value in part)  # type: ignore[call-arg]
-        if len({len(part) for part in parts}) > 1:
-            return parts[-1]
-        values = [merge(list(column), sizes=sizes, average=average) for column in zip(*parts, strict=True)]
+        pairs = list(zip(outputs, sizes, strict=True))
+        if all(len(output) == size for output, size in pairs) and not all(_holds_columns(*pair) for pair in pairs):
+            return type(first)(value for output in outputs for value in output)  # type: ignore[call-arg]
+        if len({len(output) for output in outputs}) > 1:
+            return outputs[-1]
+        values = [merge(list(column), sizes=sizes, average=average) for column in zip(*outputs, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)  # type: ignore[call-arg]
     if is_record(first):
-        columns = {field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(first)}
+        columns = {
+            field.name: [getattr(output, field.name) for output in outputs] for field in dataclasses.fields(first)
+        }
         merged = iter([merge(column, sizes=sizes, average=average) for column in columns.values()])
         return with_fields(first, lambda _: next(merged))
-    return parts[-1]
+    return outputs[-1]
 
 
-def _merge_arrays(parts: Sequence[Any], sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
-    first = parts[0]
-    if all(part.ndim and part.shape[0] == size for part, size in zip(parts, sizes, strict=True)):
-        if all(part.shape[1:] == first.shape[1:] for part in parts):
-            return torch.cat(list(parts)) if isinstance(first, Tensor) else np.concatenate(parts)
-        return parts[-1]
-    same_shape = all(part.shape == first.shape for part in parts)
+def _merge_arrays(outputs: Sequence[Any], sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
+    first = outputs[0]
+    if all(output.ndim and output.shape[0] == size for output, size in zip(outputs, sizes, strict=True)):
+        if all(output.shape[1:] == first.shape[1:] for output in outputs):
+            return torch.cat(list(outputs)) if isinstance(first, Tensor) else np.concatenate(outputs)
+        return outputs[-1]
+    same_shape = all(output.shape == first.shape for output in outputs)
     real = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"
-    return average(parts) if same_shape and real else parts[-1]
+    return average(outputs) if same_shape and real else outputs[-1]
 
 
 def _holds_columns(value: Any, rows: int) -> bool:

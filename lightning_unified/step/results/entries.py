@@ -37,7 +37,7 @@ def learn_entry(
     before: Any,
     whole: Any,
     values: Sequence[Any],
-    parts: MicroBatchWeights,
+    weights: MicroBatchWeights,
     *,
     tolerance: float,
 ) -> list[str]:
@@ -48,14 +48,14 @@ def learn_entry(
         path: The place of the values.
         before: The value from before the step; `ABSENT` where there was none.
         whole: The value that the whole batch wrote; `UNWRITTEN` if none.
-        values: The value that each part wrote, or `UNWRITTEN`.
-        parts: The weights of the parts.
+        values: The value that each micro-batch wrote, or `UNWRITTEN`.
+        weights: The rows and loss terms of the micro-batches.
         tolerance: Largest relative difference that counts as rounding.
     """
     if before is ABSENT and (kind := _made_kind([whole, *values])):
-        return _learn_made(table, path, kind, [whole, *values], parts, tolerance=tolerance)
+        return _learn_made(table, path, kind, [whole, *values], weights, tolerance=tolerance)
     before = _or_empty_list(before, [whole, *values])
-    adds = _learn_change(table, path, before, whole, values, parts, tolerance=tolerance)
+    adds = _learn_change(table, path, before, whole, values, weights, tolerance=tolerance)
     written = _written(values)
     is_partial = whole is not UNWRITTEN and 0 < len(written) < len(values)
     is_alone = is_partial and all(same(one, whole, tolerance=tolerance) for one in written)
@@ -64,8 +64,10 @@ def learn_entry(
     if before is ABSENT and len(written) < len(values):
         lacks = True
     else:
-        lacks = _learn_values(table, path, _filled([whole, *values], before), parts, tolerance=tolerance)
-    if is_partial and not is_alone and (adds or not lacks):  # some parts wrote, and a value differs from the whole's
+        lacks = _learn_values(table, path, _filled([whole, *values], before), weights, tolerance=tolerance)
+    if (
+        is_partial and not is_alone and (adds or not lacks)
+    ):  # some micro-batches wrote, and a value differs from the whole's
         table.reject(_alone(path))
         table.unmergeable.discard(_alone(path))
     if adds or (is_alone and table.rule(_alone(path)) == _ALONE):
@@ -74,7 +76,7 @@ def learn_entry(
     return [path] if lacks else []
 
 
-def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
+def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
     """Return the whole batch's value at `path`, merged from the values of micro-batches.
 
     The arguments are those of `learn_entry`.
@@ -84,7 +86,7 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
     """
     written = _written(values)
     if before is ABSENT and table.knows(_made(path)) and (kind := _made_kind(values)):
-        return _merge_made(table, path, kind, written, parts)
+        return _merge_made(table, path, kind, written, weights)
     before = _or_empty_list(before, values)
     changes = _alike([_change(before, value) for value in values])
     adds = _adds(table, path) and all(change is not None for change in changes)
@@ -96,13 +98,13 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
         if is_open:
             raise _refusal(path)
         if not joins:
-            return merged("equal", written, parts)
+            return merged("equal", written, weights)
     if adds and table.rule(path) != "equal":
         total = sum(changes[1:], changes[0])
         return total if before is ABSENT else before + total
     if before is ABSENT and len(written) < len(values):
         raise _refusal(path)
-    return merge_tree(table, _filled(values, before), parts, fallback=_refuse, path=path)
+    return merge_tree(table, _filled(values, before), weights, fallback=_refuse, path=path)
 
 
 def is_known(table: MergeTable, path: str, before: Any) -> bool:
@@ -126,11 +128,14 @@ def _paths_of(table: MergeTable, path: str) -> list[str]:
 
 
 def _learn_values(
-    table: MergeTable, path: str, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
+    table: MergeTable, path: str, values: Sequence[Any], weights: MicroBatchWeights, *, tolerance: float
 ) -> bool:
-    """Learn from the values of the whole batch and of the parts; return whether no rule fits."""
+    """Learn from the values of the whole batch and of the micro-batches.
+
+    Return whether no rule fits.
+    """
     unmergeable = set(table.unmergeable)
-    learn_tree(table, values[1:], values[0], parts, tolerance=tolerance, path=path)
+    learn_tree(table, values[1:], values[0], weights, tolerance=tolerance, path=path)
     new = table.unmergeable - unmergeable
     if new and "sum" in table.all_rules(_added(path)):
         table.unmergeable -= new
@@ -143,7 +148,7 @@ def _learn_change(
     before: Any,
     whole: Any,
     values: Sequence[Any],
-    parts: MicroBatchWeights,
+    weights: MicroBatchWeights,
     *,
     tolerance: float,
 ) -> bool:
@@ -155,7 +160,7 @@ def _learn_change(
     keys = dict.fromkeys((_added(path), _added(_family(path))))
     for key in keys:
         if all_of is not None and not any(change is None for change in changes):
-            table.learn(key, changes, all_of, parts, tolerance=tolerance)
+            table.learn(key, changes, all_of, weights, tolerance=tolerance)
         elif key != _added(path):
             table.reject(key)
         table.unmergeable.discard(key)
@@ -163,7 +168,7 @@ def _learn_change(
 
 
 def _learn_made(
-    table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
+    table: MergeTable, path: str, kind: type, values: Sequence[Any], weights: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
     """Learn how a created dict or set merges, by entry; `values` begin with the whole batch's."""
     if values[0] is UNWRITTEN:
@@ -175,18 +180,18 @@ def _learn_made(
     for name in _names(_written(values)):
         whole, *others = [UNWRITTEN if one is UNWRITTEN else one.get(name, UNWRITTEN) for one in values]
         at = _item(path, name)
-        troubles += learn_entry(table, at, ABSENT, whole, others, parts, tolerance=tolerance)
+        troubles += learn_entry(table, at, ABSENT, whole, others, weights, tolerance=tolerance)
     return troubles
 
 
-def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], parts: MicroBatchWeights) -> Any:
+def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], weights: MicroBatchWeights) -> Any:
     if issubclass(kind, (set, frozenset)):
         return kind().union(*made)
     whole = copy(made[-1])
     whole.clear()
     for name in _names(made):
         values = [one.get(name, UNWRITTEN) for one in made]
-        whole[name] = merge_entry(table, _item(path, name), ABSENT, values, parts)
+        whole[name] = merge_entry(table, _item(path, name), ABSENT, values, weights)
     return whole
 
 

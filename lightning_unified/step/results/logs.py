@@ -26,7 +26,7 @@ class Logged:
     fx: str
     name: str
     options: dict[str, Any]
-    parts: list[int] = field(default_factory=list)
+    micro_batches: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     batch_sizes: list[Any] = field(default_factory=list)
 
@@ -44,11 +44,11 @@ class LogRecorder:
     def __init__(self) -> None:
         self.logged: dict[LogKey, Logged] = {}
         self._seen: dict[tuple[str, str], int] = {}
-        self._part = 0
+        self._micro_batch = 0
 
     def next_micro_batch(self, index: int) -> None:
         """Attribute later logs to micro-batch `index`."""
-        self._part, self._seen = index, {}
+        self._micro_batch, self._seen = index, {}
 
     @contextmanager
     def recording(self, results: _ResultCollection | None) -> Iterator[None]:
@@ -78,7 +78,7 @@ class LogRecorder:
         own = _ResultCollection(training=results.training)
         own.dataloader_idx, own.batch, own.batch_size = results.dataloader_idx, results.batch, results.batch_size
         for call in self.logged.values():
-            if call.parts[-1] == self._part:
+            if call.micro_batches[-1] == self._micro_batch:
                 cast("Any", own).log(
                     call.fx, call.name, call.values[-1], **call.options, batch_size=call.batch_sizes[-1]
                 )
@@ -124,7 +124,7 @@ class LogRecorder:
         occurrence = self._seen.get((fx, name), 0)
         self._seen[fx, name] = occurrence + 1
         call = self.logged.setdefault((fx, name, occurrence), Logged(fx, name, options))
-        call.parts.append(self._part)
+        call.micro_batches.append(self._micro_batch)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.batch_sizes.append(batch_size)
 

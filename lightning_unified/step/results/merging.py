@@ -1,7 +1,7 @@
 """Merge rules: found by comparing whole and split values, kept while they fit.
 
 A value is anything that a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` starts with every rule that fits the
-first check, and drops those that a later check refutes. The first fitting rule is often wrong. A count fits a mean where all parts
+first check, and drops those that a later check refutes. The first fitting rule is often wrong. A count fits a mean where all micro-batches
 have one row, and an F1 score may fit a mean by chance.
 """
 
@@ -38,19 +38,19 @@ class MicroBatchWeights:
     terms: Sequence[float]
 
 
-def merged(rule: Rule, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
+def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
     """Return the whole batch's value by one rule.
 
     Args:
         rule: Its name, such as `"mean"` or `"concatenate 1"` (along dimension 1), or a function of the values and the row counts.
-        values: One for each part.
-        parts: The weights of the parts.
+        values: One for each micro-batch.
+        weights: The rows and loss terms of the micro-batches.
 
     Raises:
         SplitError: If the rule is `"equal"` and the values differ, or the rule does not apply to such values.
     """
     if not isinstance(rule, str):
-        return rule(list(values), list(parts.rows))
+        return rule(list(values), list(weights.rows))
     if rule == "equal":
         if not all(same(value, values[0]) for value in values[1:]):
             raise SplitError("a value that was the same in all micro-batches so far differs between them now")
@@ -58,7 +58,7 @@ def merged(rule: Rule, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     try:
         if rule.startswith("concatenate"):
             return _concatenated(values, dim=int(rule.removeprefix("concatenate") or 0))
-        return _figure(rule, values, parts)
+        return _figure(rule, values, weights)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise SplitError(f"values of micro-batches cannot be put together by {rule!r}: {error}") from error
 
@@ -74,7 +74,7 @@ def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
     raise TypeError(f"{type(first).__name__} values have no dimension {dim}")
 
 
-def _figure(rule: str, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
+def _figure(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
     if rule in ("max", "min"):
         if isinstance(values[0], Tensor):
             stacked = torch.stack(list(values))
@@ -82,12 +82,12 @@ def _figure(rule: str, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
         return (max if rule == "max" else min)(values)
     if rule == "sum":
         return _total(values)
-    weights = parts.terms if rule == "mean" else parts.rows
-    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    counts = weights.terms if rule == "mean" else weights.rows
+    pairs = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     if not pairs:
         pairs = [(value, 1) for value in values]
-    total = sum(weight for _, weight in pairs)
-    return _total([value * (weight / total) for value, weight in pairs])
+    total = sum(count for _, count in pairs)
+    return _total([value * (count / total) for value, count in pairs])
 
 
 def _total(values: Sequence[Any]) -> Any:
@@ -100,8 +100,8 @@ def _total(values: Sequence[Any]) -> Any:
 _SMALL = 4096  # entries
 
 
-def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
-    """Return the names of the rules that merge the parts' values into the whole's.
+def fitting(values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
+    """Return the names of the rules that merge the micro-batches' values into the whole's.
 
     `tolerance` is the largest relative difference that counts as rounding.
     """
@@ -111,7 +111,7 @@ def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tole
     fits = {"equal"} if all(same(value, whole) for value in values) else set()
     for rule in (*_concatenations(values, whole), *_figures(whole)):
         try:
-            result = merged(rule, values, parts)
+            result = merged(rule, values, weights)
         except SplitError:
             continue
         if type(result) is type(whole) and same(result, whole, tolerance=tolerance):
@@ -216,12 +216,12 @@ class MergeTable:
     _fits: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def learn(
-        self, path: str, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float
+        self, path: str, values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, tolerance: float
     ) -> None:
         """Keep only the rules for `path` that also fit these values."""
         if path in self.given:
             return
-        fits = frozenset(filter(self.allowed, fitting(values, whole, parts, tolerance=tolerance)))
+        fits = frozenset(filter(self.allowed, fitting(values, whole, weights, tolerance=tolerance)))
         self._fits[path] = self._fits.get(path, fits) & fits
         if not self._fits[path]:
             self.unmergeable.add(path)

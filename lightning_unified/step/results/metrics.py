@@ -64,7 +64,7 @@ class MetricsOverMicroBatches:
         for path, metric in self._joined.items():
             self._states[path].append(metric_state(metric) if metric._update_count else None)
 
-    def finish(self, parts: MicroBatchWeights) -> None:
+    def finish(self, weights: MicroBatchWeights) -> None:
         """Set step values, and join the batch's state with the state from before."""
         for path, metric in self._joined.items():
             indices = [index for index, state in enumerate(self._states[path]) if state is not None]
@@ -73,7 +73,7 @@ class MetricsOverMicroBatches:
                 continue
             states = [state for state in self._states[path] if state is not None]
             weights = MicroBatchWeights(
-                [parts.rows[index] for index in indices], [parts.terms[index] for index in indices]
+                [weights.rows[index] for index in indices], [weights.terms[index] for index in indices]
             )
             set_metric_state(metric, self._merged(path, metric, states, weights))
             _join(metric, self._before[path])
@@ -81,7 +81,7 @@ class MetricsOverMicroBatches:
             twin.finish()
 
     def _merged(
-        self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: MicroBatchWeights
+        self, path: str, metric: Metric, states: Sequence[dict[str, Any]], weights: MicroBatchWeights
     ) -> dict[str, Any]:
         """Return the state of the whole batch.
 
@@ -94,7 +94,7 @@ class MetricsOverMicroBatches:
             values = [state[name] for state in states]
             rule = self._table.rule(f"{path}.{name}")
             try:
-                result[name] = _reduced(metric, name, values) if rule is None else merged(rule, values, parts)
+                result[name] = _reduced(metric, name, values) if rule is None else merged(rule, values, weights)
             except SplitError:
                 result[name] = _reduced(metric, name, values)
         return result

@@ -11,7 +11,13 @@ __all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
 
 
 def learn_tree(
-    table: MergeTable, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float, path: str = ""
+    table: MergeTable,
+    values: Sequence[Any],
+    whole: Any,
+    weights: MicroBatchWeights,
+    *,
+    tolerance: float,
+    path: str = "",
 ) -> None:
     """Learn how values that may be nested are merged.
 
@@ -22,14 +28,14 @@ def learn_tree(
         return
     columns = _columns([whole, *values])
     if columns is None:
-        table.learn(path, values, whole, parts, tolerance=tolerance)
+        table.learn(path, values, whole, weights, tolerance=tolerance)
         return
     for name, (inner, *others) in columns.items():
-        learn_tree(table, others, inner, parts, tolerance=tolerance, path=joined(path, name))
+        learn_tree(table, others, inner, weights, tolerance=tolerance, path=joined(path, name))
 
 
 def merge_tree(
-    table: MergeTable, values: Sequence[Any], parts: MicroBatchWeights, *, fallback: Any, path: str = ""
+    table: MergeTable, values: Sequence[Any], weights: MicroBatchWeights, *, fallback: Any, path: str = ""
 ) -> Any:
     """Return the whole batch's value.
 
@@ -39,14 +45,14 @@ def merge_tree(
     columns = None if rule is not None else _columns(values)
     if columns is not None:
         inner = {
-            name: merge_tree(table, column, parts, fallback=fallback, path=joined(path, name))
+            name: merge_tree(table, column, weights, fallback=fallback, path=joined(path, name))
             for name, column in columns.items()
         }
         return with_entries(values[0], list(inner.items()))
     if rule is None:
         return fallback(path, values)
     try:
-        return merged(rule, values, parts)
+        return merged(rule, values, weights)
     except SplitError:
         table.reject(path)
         return fallback(path, values)
@@ -64,7 +70,7 @@ def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> I
 
 
 def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
-    """Yield each path that is merged by one rule, with its values, one for each part."""
+    """Yield each path that is merged by one rule, with its values, one for each micro-batch."""
     columns = None if table.knows(path) else _columns(values)
     if columns is None:
         yield path, values

@@ -69,9 +69,9 @@ def written_since(noted: Noted) -> Written:
 
 
 def learn_written(
-    table: MergeTable, whole: Written, runs: Sequence[Written], parts: MicroBatchWeights, *, tolerance: float
+    table: MergeTable, whole: Written, runs: Sequence[Written], weights: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn how the writes of parts merge; return the paths at which no rule fits."""
+    """Learn how the writes of micro-batches merge; return the paths at which no rule fits."""
     troubles = []
     for path in dict.fromkeys([*whole, *(path for run in runs for path in run)]):
         writes = [one.get(path) for one in (whole, *runs)]
@@ -81,11 +81,11 @@ def learn_written(
             if after != set().union(known.before, *values):
                 troubles.append(path)
         elif known.kind == "state":
-            table.learn(path, values, after, parts, tolerance=0.0)
+            table.learn(path, values, after, weights, tolerance=0.0)
             table.unmergeable.discard(path)
         else:
             after, *values = [UNWRITTEN if one is None else one.after for one in writes]
-            troubles += learn_entry(table, path, known.before, after, values, parts, tolerance=tolerance)
+            troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
     return troubles
 
 
@@ -107,7 +107,7 @@ def differing(one: Written, other: Written) -> set[str]:
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
-    """Return the paths of host generators that parts left in another state than the whole did.
+    """Return the paths of host generators that micro-batches left in another state than the whole did.
 
     Host generators are those of Python and NumPy.
     """
@@ -197,7 +197,7 @@ class WrittenOverMicroBatches:
         """Return whether some rule merges this change."""
         return change.kind == "members" or is_mergeable(self._table, change.path)
 
-    def finish(self, parts: MicroBatchWeights) -> None:
+    def finish(self, weights: MicroBatchWeights) -> None:
         """Write the whole batch's values.
 
         Raises:
@@ -212,7 +212,7 @@ class WrittenOverMicroBatches:
                 known.put(set().union(known.before, *(one.after for one in changes if one is not None)))
                 continue
             values = [UNWRITTEN if one is None else one.after for one in changes]
-            value = merge_entry(self._table, path, known.before, values, parts)
+            value = merge_entry(self._table, path, known.before, values, weights)
             if values[-1] is UNWRITTEN or not same(value, values[-1], tolerance=0.0):
                 known.put(value)  # otherwise the value is already there, and a graph may still need it unchanged
         if self._noted is not None:

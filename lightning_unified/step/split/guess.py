@@ -20,8 +20,8 @@ def assumed(
 
     The loader's constants count as shared entries, unless no entry would have rows then.
     """
-    for told in (samples, replace(samples, constants=())):
-        trial = tried(places, rows, root=path, shared=shared, samples=told, is_known=is_known)
+    for known in (samples, replace(samples, constants=())):
+        trial = tried(places, rows, root=path, shared=shared, samples=known, is_known=is_known)
         if trial.has_rows or not samples.constants:
             break
     return trial

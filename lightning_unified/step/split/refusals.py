@@ -45,7 +45,7 @@ def unknown_class(name: str, place: Place) -> SplitError:
         where = f"the entry {place.path!r} of a batch"
         shared = f"give rows=RowRules(shared=({place.path!r},)) if every micro-batch may get it whole; else "
     kind = type(place.value).__name__
-    return SplitError(f"{where} of {name} is of type {kind}, whose rows cannot be told; {shared}{_WAYS_OUT}.")
+    return SplitError(f"{where} of {name} is of type {kind}, whose rows cannot be inferred; {shared}{_WAYS_OUT}.")
 
 
 def unsplittable(name: str, why: str) -> SplitError:

@@ -103,8 +103,8 @@ class RowFinder:
         if rows is None:
             return None
         if fresh:
-            told = samples()
-            trial = assumed(fresh, path, told, rows, shared=self._shared, is_known=rows in told.counts)
+            found = samples()
+            trial = assumed(fresh, path, found, rows, shared=self._shared, is_known=rows in found.counts)
             self.roles.update(trial.roles)
         if self._rows.setdefault(path, rows) != rows:
             self._varies.add(path)

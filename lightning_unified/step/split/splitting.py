@@ -126,8 +126,8 @@ class BatchSplitter:
 
     def _sub_batches(self, batch: Any, loader: int, counted: int | None = None) -> list[SubBatch]:
         if self._rules.rows.count is not None:
-            told = LoaderSamples(counts=(counted or self._counted(batch),))
-            return [("", lambda: told)]
+            samples = LoaderSamples(counts=(counted or self._counted(batch),))
+            return [("", lambda: samples)]
         return samples_by_path(self._module._trainer, self._stage, loader, batch)
 
     def _finder(self, loader: int) -> RowFinder:

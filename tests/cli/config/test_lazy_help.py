@@ -1,4 +1,7 @@
-"""Python 3.14's argparse formats help texts as options are added; Hydra gives objects in their place."""
+"""Python 3.14's argparse formats help texts as options are added.
+
+Hydra gives objects in their place.
+"""
 
 import argparse
 

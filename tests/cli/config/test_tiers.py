@@ -1,4 +1,7 @@
-"""A memory tier runs on every machine: where the pool is smaller than its budget, the run takes what `auto` gives."""
+"""A memory tier runs on every machine.
+
+Where the pool is smaller than its budget, the run takes what `auto` gives.
+"""
 
 import pytest
 from omegaconf import OmegaConf

@@ -1,4 +1,7 @@
-"""A resumed run directory of a stranger: nothing that its files name is run, and nothing outside of it is written."""
+"""Resuming a stranger's run directory runs nothing that its files name.
+
+Nothing outside of the directory is written either.
+"""
 
 import json
 import os
@@ -30,7 +33,10 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(command, tiny, tmp_path, finished):
-    """A copy of a finished run, the path that an attack would create, and the command that resumes the run."""
+    """A copy of a finished run, and the command that resumes it.
+
+    It also holds the path that an attack would create.
+    """
     if not finished.exists():
         assert command("memory=debug", "trainer.max_steps=2", f"run_dir={finished}", *tiny).code == 0
     shutil.copytree(finished, tmp_path / "run")

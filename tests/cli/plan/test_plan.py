@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning import LightningModule
 
+from lightning_unified.cache_folder import CACHE_VARIABLE
 from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.command import main
 from lightning_unified.cli.plan.show import waiting
@@ -24,7 +25,7 @@ from lightning_unified.cost_model import rates
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Alignment, tabled_rates
-from lightning_unified.cost_model.rates.calibration import CACHE_VARIABLE, Calibration
+from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
 from lightning_unified.planner import predict
@@ -184,14 +185,14 @@ def test_the_planner_gets_resolved_settings_and_other_machines_the_written_ones(
     assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
     assert (call.micro_batch_size, call.recompute) == (4, True)
     assert many.recompute is True and "micro_batch_size" not in vars(many)
-    told = json.loads(done.out)
-    assert set(told["machines"]) == set(PROFILES)
-    assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 8 * GIB, 8)
-    assert told["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
-    assert told["plan"]["prediction"]["peak_bytes"] == GIB
-    assert (told["generation"]["rows"], told["generation"]["new_tokens"]) == (5, 32)
-    assert told["generation"]["bytes"]["peak_bytes"] > 0
-    assert told["plan"]["reasons"]["budget"].startswith("as written")
+    page = json.loads(done.out)
+    assert set(page["machines"]) == set(PROFILES)
+    assert (page["fits"], page["budget_bytes"], page["effective_batch_size"]) == (True, 8 * GIB, 8)
+    assert page["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
+    assert page["plan"]["prediction"]["peak_bytes"] == GIB
+    assert (page["generation"]["rows"], page["generation"]["new_tokens"]) == (5, 32)
+    assert page["generation"]["bytes"]["peak_bytes"] > 0
+    assert page["plan"]["reasons"]["budget"].startswith("as written")
 
 
 def test_a_simulated_machine_gives_backend_budget_rates_and_model_settings(command, calls):

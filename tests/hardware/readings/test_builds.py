@@ -1,4 +1,4 @@
-"""A build of torch that cannot use its machine's GPU is named, by doctor and by the hardware that was asked for."""
+"""`doctor` and the requested hardware name a build of torch that cannot use the GPU."""
 
 import re
 from dataclasses import replace

@@ -301,7 +301,7 @@ def test_sources_made_by_hand_know_nothing_of_this_machine(machine):
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "threshold"),
     [
         ({}, None),
         ({"MALLOC_MMAP_THRESHOLD_": "65536"}, 65536),
@@ -309,5 +309,5 @@ def test_sources_made_by_hand_know_nothing_of_this_machine(machine):
         ({"MALLOC_MMAP_THRESHOLD_": "much"}, None),
     ],
 )
-def test_from_which_size_on_the_c_library_maps_blocks_is_what_it_was_told(machine, written, told):
-    assert mmap_threshold(replace(machine("bare"), platform="linux", environ=written)) == told
+def test_from_which_size_on_the_c_library_maps_blocks_is_read_from_its_variables(machine, written, threshold):
+    assert mmap_threshold(replace(machine("bare"), platform="linux", environ=written)) == threshold

@@ -1,4 +1,7 @@
-"""The build of torch that fits a machine, and pip's arguments for it; no machine but this one is needed."""
+"""The build of torch that fits a machine, and pip's arguments for it.
+
+No machine but this one is needed.
+"""
 
 import re
 import subprocess

@@ -128,8 +128,8 @@ def test_the_cache_is_freed_unless_it_may_stay(kept: int, *, is_kept: bool) -> N
 
 def test_how_much_may_stay_is_asked_at_the_end_of_each_call() -> None:
     model, (prompt, mask) = language_model(), prompts()
-    told = iter([2**30, 0, None])
-    sampler, kept = Sampler(model, decoding="static", kept_bytes=lambda: next(told)), []
+    answers = iter([2**30, 0, None])
+    sampler, kept = Sampler(model, decoding="static", kept_bytes=lambda: next(answers)), []
     for _ in range(3):
         sampler(prompt, mask, options(2, 4))
         kept.append(sampler.cache_bytes > 0)

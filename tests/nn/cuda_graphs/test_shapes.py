@@ -1,4 +1,7 @@
-"""Shapes are recorded once they have come again and no new ones come, and make room once they are stale."""
+"""Shapes are recorded once they recur and no new ones come.
+
+They make room once they are stale.
+"""
 
 import pytest
 import torch

@@ -270,12 +270,12 @@ def test_hooks_of_a_whole_batch_are_called_in_lightnings_order_with_its_argument
     ours, _, _ = train(Recorded, "unified", **options)
 
     closures = [
-        tuple("Closure" if part == "MicroBatchClosure" else part for part in call) for call in map(told, ours.seen)
+        tuple("Closure" if part == "MicroBatchClosure" else part for part in call) for call in map(as_tuple, ours.seen)
     ]
-    assert closures == list(map(told, plain.seen))
+    assert closures == list(map(as_tuple, plain.seen))
 
 
-def told(call):
+def as_tuple(call):
     return (call,) if isinstance(call, str) else call
 
 
@@ -285,10 +285,10 @@ def test_a_split_batch_repeats_step_and_backward_only(options):
     ours, _, _ = train(Recorded, unchecked(), **options)
 
     def closed(calls):
-        return [tuple("Closure" if part == "MicroBatchClosure" else part for part in told(call)) for call in calls]
+        return [tuple("Closure" if part == "MicroBatchClosure" else part for part in as_tuple(call)) for call in calls]
 
     assert closed(per_batch(ours.seen)) == closed(per_batch(plain.seen))
-    repeated = [told(call) for call in ours.seen if told(call)[0] in PER_MICRO_BATCH]
+    repeated = [as_tuple(call) for call in ours.seen if as_tuple(call)[0] in PER_MICRO_BATCH]
     expected = []
     for _epoch in range(2):
         for index, sizes in enumerate([(3, 3, 2), (3, 3, 2), (3,)]):
@@ -303,7 +303,7 @@ def test_a_split_batch_repeats_step_and_backward_only(options):
 
 def test_gradients_are_zeroed_once_between_the_last_step_and_its_backward():
     ours, _, _ = train(Recorded, unchecked())
-    first = [told(call)[0] for call in ours.seen]
+    first = [as_tuple(call)[0] for call in ours.seen]
     first = [name for name in first[: first.index("on_train_batch_end")] if not name.endswith(" ends")]
 
     step = ["training_step", "on_before_backward", "backward"]

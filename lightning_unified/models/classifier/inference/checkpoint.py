@@ -1,4 +1,7 @@
-"""Load a trained classifier as plain data, without running code from the file; an untrained one is an error."""
+"""Load a trained classifier as plain data, without running code from the file.
+
+An untrained one is an error.
+"""
 
 from pathlib import Path
 

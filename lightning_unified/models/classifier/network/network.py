@@ -123,7 +123,10 @@ class Network(nn.Module):
 
 
 def build_network(hparams: Mapping[str, Any]) -> Network:
-    """Return the network for the hyperparameters of `TextClassifier`, with low-rank adapters if they ask for some."""
+    """Return the network for the hyperparameters of `TextClassifier`.
+
+    It has low-rank adapters if they ask for some.
+    """
     names = ("preset", "encoder", "architecture", "load_pretrained", "dropout", "attention")
     network = Network(**{name: hparams[name] for name in names}, labels=hparams["labels"] or 2)
     if hparams["lora_rank"] is not None:

@@ -14,7 +14,9 @@ _LEAST = {"weight_decay": 0, "calibration_bins": 1, "labels": 2, "lora_rank": 1}
 
 
 def check_hyperparameters(given: Mapping[str, Any]) -> None:
-    """Check the arguments of `TextClassifier` by name; None stands for an argument that is not set.
+    """Check the arguments of `TextClassifier` by name.
+
+    None stands for an argument that is not set.
 
     Raises:
         ValueError: For the first name that is not offered, or number that is out of range.

@@ -47,7 +47,9 @@ def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence
 
 
 class ClassificationLoss(nn.Module):
-    """Weighted cross-entropy of some rows, as their share of the whole batch's loss: all shares add up to torch's mean.
+    """Weighted cross-entropy of some rows, as their share of the batch's loss.
+
+    All shares add up to torch's mean.
 
     Args:
         smoothing: Share of a label's weight that is spread over all classes.

@@ -85,7 +85,10 @@ def position(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def ngram_surprisal(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
-    """Return -log p(token | two tokens before) of a Kneser-Ney model of the corpus: predictable tokens go first."""
+    """Return -log p(token | two tokens before) of a Kneser-Ney model of the corpus.
+
+    Predictable tokens go first.
+    """
     model = NGram([_row(text) for text in corpus], vocab_size=vocabulary, order=3)
     return _text_by_text(lambda tokens: -model.log_probabilities([_row(tokens)]))
 

@@ -74,7 +74,10 @@ class EvaluateCompression(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise a ValueError before the first step if the module is no compressor, or there are no held-out texts."""
+        """Raise a ValueError before the first step if no evaluation is possible.
+
+        The module is no compressor, or there are no held-out texts.
+        """
         if not isinstance(pl_module, Compressor):
             raise ValueError(  # noqa: TRY004 - a setting
                 f"EvaluateCompression evaluates a Compressor, and this is {type(pl_module).__name__}; leave it out, as "

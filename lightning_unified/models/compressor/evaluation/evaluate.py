@@ -61,7 +61,10 @@ class EvaluationOptions:
             raise ValueError("keep=1 drops nothing, so there is nothing to measure; give budgets below 1.")
 
     def piece_lengths(self, trained_length: int) -> tuple[int, int]:
-        """Return the tokens of a prefix and of its continuation, for a model trained on `trained_length` tokens."""
+        """Return the numbers of tokens of a prefix and of its continuation.
+
+        The model was trained on `trained_length` tokens.
+        """
         length = self.length or trained_length
         return length, self.continuation or max(length // 4, 1)
 
@@ -74,7 +77,9 @@ def evaluate(
     options: EvaluationOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the policy and the baselines at every budget, with 95 % intervals over documents and paired tests.
+    """Evaluate the policy and the baselines at every budget.
+
+    The result has 95 % intervals over documents and paired tests.
 
     Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
     mean over documents of each document's mean over terms.
@@ -156,7 +161,10 @@ def _totalled(
 def _language_model(
     totals: "_Totals", pieces: list[Piece], *, corpus: list[list[int]], vocabulary: int
 ) -> dict[str, Any]:
-    """Return the perplexities of the surprisal baseline's model and of a trigram model on the same tokens."""
+    """Return the perplexities of the surprisal model and of a trigram model.
+
+    Both read the same tokens.
+    """
     trigram = NGram([(np.array(ids), np.array(ids)) for ids in corpus], vocab_size=vocabulary, order=3)
     judged = [(np.array(piece.ids), np.array([-100, *piece.ids[1:]])) for piece in pieces]
     following = totals.means()[*_FULL, "continuation_cross_entropy"]

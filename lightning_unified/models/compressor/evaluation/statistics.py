@@ -1,4 +1,4 @@
-"""Bootstrap intervals over documents, paired comparisons on the same documents, and the rows of a record."""
+"""Bootstrap intervals and paired comparisons over documents, and a record's rows."""
 
 import math
 from collections.abc import Mapping, Sequence

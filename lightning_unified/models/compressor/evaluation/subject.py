@@ -59,7 +59,10 @@ class Subject(Protocol):
         ...
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of every token, predicted from the kept tokens and the tokens before it."""
+        """Return the logits (B, T, V) of every token.
+
+        They are predicted from the kept tokens and the tokens before it.
+        """
         ...
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -69,7 +72,10 @@ class Subject(Protocol):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the logits (B, U, V) of the continuation, predicted from the kept tokens and the tokens before it."""
+        """Return the logits (B, U, V) of the continuation.
+
+        They are predicted from the kept tokens and the tokens before it.
+        """
         ...
 
 
@@ -115,7 +121,9 @@ def kept_tokens(count: int, *, keep: float) -> int:
 
 
 def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor:
-    """Return which tokens stay (B, T) bool, where `mask` is: in each row the `kept_tokens` of highest score.
+    """Return which tokens stay (B, T) bool: in each row those of highest score.
+
+    A row keeps `kept_tokens` of the tokens where `mask` is True.
 
     Draws that depend on the seed and the position alone order equal scores. A row's tokens are therefore the same in any batch.
     Without these draws, a method with many equal scores would always keep a prefix.

@@ -45,7 +45,10 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Compressor` that give these sizes; a pretrained reader has its own."""
+    """Return the arguments of `Compressor` that give these sizes.
+
+    A pretrained reader has its own.
+    """
     policy = config["policy"]
     sizes = {"text_length": policy["positions"], "window": policy["window"], "reading": config["reading"]}
     return sizes if config["pretrained"] else {**config["reader"], **sizes}

@@ -41,9 +41,9 @@ def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> l
 
 
 def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool], colours: bool = True) -> Text:
-    """Return the text for `rich.print`: kept tokens bold and green, dropped ones dim, red and struck through.
+    """Return the text for `rich.print`.
 
-    Without colours, dropped tokens stand between `[-` and `-]`.
+    Kept tokens are bold and green, dropped ones dim, red and struck through. Without colours, dropped tokens stand between `[-` and `-]`.
     """
     shown = Text()
     if not colours:

@@ -70,7 +70,9 @@ class Codec(nn.Module):
         return layout.back(self.reader(layout.embeddings, positions), start=T)
 
     def continued(self, embeddings: Tensor, *, real: Tensor, continuation: Tensor, continuation_mask: Tensor) -> Tensor:
-        """Return the reader's vectors (B, U, D) that predict the continuation after the slots that are `real`.
+        """Return the reader's vectors (B, U, D) that predict the continuation.
+
+        It follows the slots that are `real`.
 
         Shapes:
             embeddings (B, T, D), real (B, T) bool, continuation (B, U) int64, continuation_mask (B, U) bool.
@@ -173,7 +175,9 @@ def _reader(config: CompressorConfig, *, recompute: bool, load: bool) -> "Reader
 
 
 def keep_top(logits: Tensor, *, mask: Tensor, ratio: float) -> Tensor:
-    """Return the mask (B, T) of the share `ratio` of each text's tokens, rounded: those with the highest logits.
+    """Return the mask (B, T) of the share `ratio` of each text's tokens, rounded.
+
+    The tokens with the highest logits are kept.
 
     Of equal logits the earlier token is kept.
 

@@ -17,7 +17,9 @@ _POSITION_STD = 0.02
 
 
 class KeepPolicy(nn.Module):
-    """A multilayer perceptron per token, a convolution over the neighbours, and learned positions: one logit a token.
+    """A multilayer perceptron per token and a convolution over neighbours.
+
+    With learned positions, they give one logit a token.
 
     It reads embeddings, not contextual states, so that deciding costs a small part of reading the text.
 

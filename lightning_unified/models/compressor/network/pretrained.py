@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_unified.models.decoder_sizes import DecoderSizes
 from lightning_unified.models.pretrained.gguf import converted, without_progress_bars
+from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
 from lightning_unified.models.pretrained.source import require
-from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
 
@@ -28,8 +28,10 @@ _ARCHITECTURE = {
 _NEWLINE = 198  # in the vocabulary of SmolLM2
 
 
-class PretrainedReader(nn.Module):
-    """A pretrained causal model with the interface of `reader.Reader`; it reads from left to right only.
+class PretrainedReader(RecomputeSwitch, nn.Module):
+    """A pretrained causal model with the interface of `reader.Reader`.
+
+    It reads from left to right only.
 
     Args:
         name: As in `sizes.CompressorConfig.pretrained`.
@@ -53,7 +55,6 @@ class PretrainedReader(nn.Module):
         found, expected = tuple(self.head_weight.shape), (config.vocabulary, config.width)
         if found != expected:
             raise ValueError(f"{name} has a token table of {found}; expected {expected}.")
-        self._recomputing: Recomputing | None = None
         self.recompute = recompute
 
     @property
@@ -61,22 +62,13 @@ class PretrainedReader(nn.Module):
         """The token table (V, D), which is also the output layer."""
         return self.model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
 
-    @property
-    def recompute(self) -> bool:
-        """Whether each block recomputes its activations."""
-        return self._recomputing is not None
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None:
-        if value and self._recomputing is None:
-            self._recomputing = Recomputing(self.layers())
-        elif not value and self._recomputing is not None:
-            self._recomputing.remove()
-            self._recomputing = None
-
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings (..., D) of token ids."""
         return self.model.get_input_embeddings()(ids)  # pyright: ignore[reportCallIssue]
+
+    @override
+    def recompute_blocks(self) -> list[nn.Module]:
+        return self.layers()
 
     def layers(self) -> list[nn.Module]:
         """Return the blocks in the order in which they run."""
@@ -89,7 +81,9 @@ class PretrainedReader(nn.Module):
 
     @override
     def forward(self, embeddings: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
-        """Return the vectors (B, S, D) after the last norm; slots stand at positions 0 to S - 1, with pads last.
+        """Return the vectors (B, S, D) after the last norm.
+
+        Slots stand at positions 0 to S - 1, with pads last.
 
         Raises:
             ValueError: If the sequence exceeds the model's positions, or must be read from both sides.

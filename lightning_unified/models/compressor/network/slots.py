@@ -44,7 +44,9 @@ def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
 
 
 def gated(embeddings: Tensor, *, gates: Tensor, mask_embedding: Tensor) -> Tensor:
-    """Return `m e + (1 - m) e_mask`: the embedding where the gate is 1, the mask's embedding where it is 0.
+    """Return `m e + (1 - m) e_mask`.
+
+    It is the embedding where the gate is 1, and the mask's embedding where the gate is 0.
 
     Shapes:
         embeddings (..., D), gates (...), mask_embedding (D).
@@ -67,7 +69,9 @@ def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_rea
 
 
 def with_separator(embeddings: Tensor, *, keep: Tensor, mask: Tensor, starts: Tensor, separator: Tensor) -> Layout:
-    """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on without the last one].
+    """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on].
+
+    The last token is left out.
 
     The slot t of the original order predicts token t, from `starts` on.
 

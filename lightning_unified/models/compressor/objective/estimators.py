@@ -27,7 +27,9 @@ def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Return each reward (B, K) minus the mean of the text's other K - 1, the leave-one-out baseline; K is 2 or more.
+    """Return each reward (B, K) minus the mean of the text's other K - 1.
+
+    This is the leave-one-out baseline, with K of 2 or more.
 
     Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!", eq. 8.
     """

@@ -20,7 +20,9 @@ _KINDS = (
 
 
 class Price(nn.Module):
-    """The dual variable of the constraint "the expected keep ratio is `target`": nats per kept token, never negative.
+    """The dual variable of the constraint "the expected keep ratio is `target`".
+
+    Its unit is nats per kept token, and it is never negative.
 
     A proportional term damps the oscillations of the integral term. All state is in buffers, so that checkpoints hold it and a
     repeated step starts from the same state.
@@ -81,7 +83,10 @@ class CollapseWatch(nn.Module):
 
     @torch.no_grad()
     def update(self, *, ratio: Tensor, spread: Tensor) -> None:
-        """Observe one batch's expected keep ratio and its keep probabilities' spread in each text, both scalars."""
+        """Observe one batch's expected keep ratio and spread of keep probabilities.
+
+        Both are scalars, and the spread is that in each text.
+        """
         every, none = ratio > 1 - self.margin, ratio < self.margin
         looks = torch.stack([every, none, (spread < self.least_spread) & ~every & ~none])
         self.streaks.add_(1).mul_(looks)

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_unified.nn.token_log_probs import filter_logits
+
 __all__ = ["CompletionSampler", "Completions", "SamplingOptions", "draw"]
 
 
@@ -83,17 +85,5 @@ def draw(
         tokens = log_probs.argmax(-1)
     else:
         noise = torch.empty_like(log_probs).exponential_(generator=generator).log_()
-        tokens = (_allowed(log_probs, options) - noise).argmax(-1)
+        tokens = (filter_logits(log_probs, top_k=options.top_k, top_p=options.top_p) - noise).argmax(-1)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
-
-
-def _allowed(log_probs: Tensor, options: SamplingOptions) -> Tensor:
-    """Return `log_probs` with -inf at the tokens outside top_k and top_p."""
-    if 0 < options.top_k < log_probs.shape[-1]:
-        lowest = log_probs.topk(options.top_k, dim=-1).values[:, -1:]
-        log_probs = log_probs.masked_fill(log_probs < lowest, -torch.inf)
-    if options.top_p < 1:
-        ordered, order = log_probs.softmax(-1).sort(dim=-1, descending=True)
-        surplus = ordered.cumsum(-1) - ordered >= options.top_p
-        log_probs = log_probs.masked_fill(torch.zeros_like(surplus).scatter(-1, order, surplus), -torch.inf)
-    return log_probs

@@ -1,4 +1,7 @@
-"""Identity of a Wordle model's data: its tokenizer, words and lengths, which a checkpoint needs for play."""
+"""Identity of a Wordle model's data: tokenizer, words and lengths.
+
+A checkpoint needs it for play.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +14,9 @@ _SETTINGS = ("words", "held_out_fraction", "seed", "prompt_length")
 
 
 class Identity:
-    """Tokenizer and settings of the games, empty until data or a checkpoint sets them; a call decodes token ids.
+    """Tokenizer and settings of the games, empty until data or a checkpoint sets them.
+
+    A call decodes token ids.
 
     Attributes:
         stop_ids: The token that ends a turn; the list is filled when the tokenizer is set.

@@ -1,4 +1,4 @@
-"""Word lists: secrets and allowed guesses, built in, from a package or from a file; and their split."""
+"""Word lists, built in, from a package or from a file: secrets, guesses and their split."""
 
 import re
 from dataclasses import dataclass

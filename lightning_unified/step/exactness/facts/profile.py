@@ -89,7 +89,9 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
 
 
 def _float_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 6): sum, minimum and maximum over rows of the numbers of zeros and of non-finite entries.
+    """Return figures of shape (leaves, 6): numbers of zeros and of non-finite entries.
+
+    Each has its sum, minimum and maximum over rows.
 
     Args:
         stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
@@ -100,7 +102,9 @@ def _float_figures(stack: Tensor) -> Tensor:
 
 
 def _integer_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 11 + 64): lowest and highest value, figures of rows, and the values that occur modulo 64.
+    """Return figures of shape (leaves, 11 + 64) of values and rows.
+
+    They are the lowest and highest value, figures of rows, and the values that occur modulo 64.
 
     The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
     a number at an end. The last 64 figures are left out for leaves of more than 2^20 entries.

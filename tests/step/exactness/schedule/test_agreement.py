@@ -1,4 +1,7 @@
-"""The loss rules that checks agreed on: what remains a candidate, what a checkpoint keeps, and when two rules weight a batch differently."""
+"""The loss rules that checks agreed on.
+
+The tests cover the remaining candidates, the kept state, and rules that weight a batch differently.
+"""
 
 import torch
 
