@@ -16,7 +16,7 @@ from lightning_unified.callbacks.checkpoint.continuation import Continuation
 from lightning_unified.callbacks.checkpoint.disk import check_disk
 from lightning_unified.callbacks.checkpoint.files import BEST, LAST, CheckpointFiles
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
-from lightning_unified.errors import CheckpointError, ConfigurationError
+from lightning_unified.errors import CheckpointError, ConfigurationError, check_count
 
 __all__ = ["RunCheckpoint"]
 
@@ -56,8 +56,8 @@ class RunCheckpoint(Checkpoint):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__()
-        if every_n_steps < 1 or keep < 1:
-            raise ConfigurationError(f"every_n_steps={every_n_steps} and keep={keep} must both be 1 or more.")
+        check_count("RunCheckpoint: every_n_steps", every_n_steps)
+        check_count("RunCheckpoint: keep", keep)
         if mode not in {"min", "max"}:
             raise ConfigurationError(f"mode={mode!r} is not known; use 'min' or 'max'.")
         self.every_n_steps, self.keep = every_n_steps, keep
