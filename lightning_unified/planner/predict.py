@@ -71,6 +71,8 @@ def predict(
     """
     check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
     check_recompute(recompute, others=(None,), policies=True)
+    if optimizer_kernel not in (None, *KERNELS):
+        raise ConfigurationError(f"optimizer_kernel={optimizer_kernel!r}: give one of {', '.join(KERNELS)}, or None.")
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     combination = Combination(
         precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
