@@ -23,6 +23,10 @@ def explain(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted before there was anything to save"
     if isinstance(error, LightningUnifiedError):
         return error.exit_code, str(error)
+    if type(error).__module__.startswith("omegaconf."):  # a key that an override removed, or that another key refers to
+        key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
+        text = f"{key}: {first}; see python train.py --cfg job." if key else first
+        return ConfigurationError.exit_code, text
     for package in missing_packages(error):
         if extra := extra_for(package):
             needed = f"the package {package} is not installed: pip install 'lightning-unified[{extra}]'."
@@ -44,7 +48,7 @@ def report_failure(error: BaseException) -> int:
     ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"… {len(lines) - _MOST_LINES + 1} more lines"]
-    if not isinstance(error, (LightningUnifiedError, KeyboardInterrupt)):
+    if not isinstance(error, (LightningUnifiedError, KeyboardInterrupt)) and code != ConfigurationError.exit_code:
         lines.append(f"{DEBUG_VARIABLE}=1 shows the traceback.")
     prefix = "error" if code != 2 else "this cannot be run"
     sys.stderr.write(f"{prefix}: " + "\n  ".join(lines) + "\n")
