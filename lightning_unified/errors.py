@@ -35,6 +35,7 @@ __all__ = [
     "RunError",
     "SplitError",
     "UndoError",
+    "check_count",
 ]
 
 
@@ -100,3 +101,14 @@ class DryRunError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint cannot be read or written."""
+
+
+def check_count(name: str, given: object) -> None:
+    """Raise `ConfigurationError` if a setting is no whole number of 1 or more.
+
+    Args:
+        name: The setting's name for the message.
+        given: Its value.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigurationError(f"{name}={given!r}: give a whole number, 1 or more.")

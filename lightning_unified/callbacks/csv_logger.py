@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import check_count
 
 __all__ = ["RunCSVLogger"]
 
@@ -33,8 +33,7 @@ class RunCSVLogger(CSVLogger):
     """
 
     def __init__(self, save_dir: str | Path, *, flush_every: int = 10, prefix: str = "") -> None:
-        if flush_every < 1:
-            raise ConfigurationError(f"flush_every={flush_every} must be 1 or more.")
+        check_count("RunCSVLogger: flush_every", flush_every)
         super().__init__(save_dir, name="", version="", prefix=prefix, flush_logs_every_n_steps=flush_every)
         self._calls = 0
 

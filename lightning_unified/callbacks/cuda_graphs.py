@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, check_count
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 
 __all__ = ["CudaGraphs"]
@@ -45,8 +45,9 @@ class CudaGraphs(Callback):
     """
 
     def __init__(self, *, of: str | Sequence[str] | None = None, most: int = 16) -> None:
-        if most < 1:
-            raise ConfigurationError(f"CudaGraphs: most={most} must be 1 or more.")
+        check_count("CudaGraphs: most", most)
+        if not isinstance(of, (str, Sequence, type(None))):
+            raise ConfigurationError(f"CudaGraphs: of={of!r}: give a submodule's name, a list of names, or None.")
         self.of = [of] if isinstance(of, str) else None if of is None else [str(name) for name in of]
         self.most = most
         self._parts: dict[str, RecordedCalls] = {}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.callbacks.loops import logged_step
-from lightning_unified.errors import ConfigurationError, GradientError
+from lightning_unified.errors import GradientError, check_count
 
 __all__ = ["GradientHealth"]
 
@@ -53,8 +53,7 @@ class GradientHealth(Callback):
 
     def __init__(self, *, patience: int = 5, scaler_patience: int = 20, check_every: int = 50) -> None:
         for name, value in (("patience", patience), ("scaler_patience", scaler_patience), ("check_every", check_every)):
-            if value < 1:
-                raise ConfigurationError(f"GradientHealth: {name}={value} must be 1 or more.")
+            check_count(f"GradientHealth: {name}", value)
         self.patience = patience
         self.scaler_patience = scaler_patience
         self.check_every = check_every

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_unified.callbacks.device_pool import pool_of, simulated_by
 from lightning_unified.callbacks.loops import logged_step
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import check_count
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 
@@ -40,8 +40,7 @@ class MemoryMonitor(Callback):
     """
 
     def __init__(self, *, every_n_batches: int = 10) -> None:
-        if every_n_batches < 1:
-            raise ConfigurationError(f"every_n_batches={every_n_batches} must be 1 or more.")
+        check_count("MemoryMonitor: every_n_batches", every_n_batches)
         self.every_n_batches = every_n_batches
         self.peak: int | None = None
         self.peak_source = "unknown: nothing was read yet"

@@ -24,6 +24,10 @@ def explain(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the message for `error`."""
     if isinstance(error, LightningUnifiedError):
         return error.exit_code, str(error)
+    if type(error).__module__.startswith("omegaconf."):  # a key that an override removed, or that another key refers to
+        key, first = getattr(error, "full_key", None), str(error).splitlines()[0]
+        text = f"{key}: {first}; see python train.py --cfg job." if key else first
+        return ConfigurationError.exit_code, text
     for package in missing_packages(error):
         if extra := extra_for(package):
             needed = f"the package {package} is not installed: pip install 'lightning-unified[{extra}]'."
@@ -47,7 +51,7 @@ def report_failure(error: BaseException) -> int:
     ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"… {len(lines) - _MOST_LINES + 1} more lines"]
-    if not isinstance(error, LightningUnifiedError):
+    if not isinstance(error, (LightningUnifiedError, KeyboardInterrupt)) and code != ConfigurationError.exit_code:
         lines.append(f"{DEBUG_VARIABLE}=1 shows the traceback.")
     prefix = "error" if code != 2 else "this cannot be run"
     sys.stderr.write(f"{prefix}: " + "\n  ".join(lines) + "\n")

@@ -1,7 +1,9 @@
 """The user's memory options of a run, validated once."""
 
 import difflib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_unified.errors import ConfigurationError
@@ -50,7 +52,10 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "evaluation_micro_batch_size"):
             _check_rows(name, getattr(self, name))
-        if self.recompute not in ("auto", True, False):
+        for name in ("predict", "recover", "optimizer_rollback", "check_split"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give true or false.")
+        if self.recompute != "auto" and not isinstance(self.recompute, bool):
             raise ConfigurationError(f'recompute={self.recompute!r}: give true, false or "auto".')
         _check_kernel(self.optimizer_kernel)
         if self.batch_norm not in ("refuse", "micro"):
@@ -61,11 +66,17 @@ class MemoryOptions:
             raise ConfigurationError(
                 f"micro_batches={self.micro_batches!r}: give MicroBatchRules(...) from lightning_unified."
             )
+        _check_file("remember", self.remember)
 
 
 def _check_rows(name: str, given: Any) -> None:
     if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise ConfigurationError(f'{name}={given!r}: give a number of rows (1, 2, 3, …) or "auto".')
+
+
+def _check_file(name: str, given: Any) -> None:
+    if given is not None and (not isinstance(given, (str, os.PathLike)) or not str(given) or Path(given).is_dir()):
+        raise ConfigurationError(f"{name}={given!r}: give the path of a file, as in runs/mine/sizes.json, or None.")
 
 
 def _check_kernel(given: str) -> None:

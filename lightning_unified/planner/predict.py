@@ -12,11 +12,12 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
-from lightning_unified.errors import ConfigurationError, DryRunError
+from lightning_unified.errors import BudgetError, ConfigurationError, DryRunError
 from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.loss_chunk import chunk_choices
+from lightning_unified.planner.arguments import check_recompute, check_step_arguments
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.other_phases import plan_validation, with_generation
@@ -68,6 +69,10 @@ def predict(
         DryRunError: If the step cannot be traced.
         ConfigurationError: If the device is not one of these.
     """
+    check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
+    check_recompute(recompute, others=(None,), policies=True)
+    if optimizer_kernel not in (None, *KERNELS):
+        raise ConfigurationError(f"optimizer_kernel={optimizer_kernel!r}: give one of {', '.join(KERNELS)}, or None.")
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     combination = Combination(
         precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
@@ -121,8 +126,10 @@ def plan(
         ConfigurationError: If an argument is not one of these.
         BudgetError: If the budget cannot be parsed or the device does not have it.
     """
+    check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
+    check_recompute(recompute, others=("auto",))
     step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
-    count = budget if isinstance(budget, int) else _bytes_of(budget, device)
+    count = _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
     known, speeds = _speeds(device, rates=rates, calibration=calibration)
     traces = StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
@@ -245,10 +252,12 @@ def _backend(device: str | torch.device) -> str:
     return "rocm" if name == "cuda" and torch.version.hip else name
 
 
-def _bytes_of(spec: str, device: str | torch.device) -> int:
+def _bytes_of(spec: str | int, device: str | torch.device) -> int:
     written = parse_spec(spec)
     if written.kind == "bytes":
         return int(written.amount)
+    if not _is_here(device):
+        raise BudgetError(f"budget={spec!r} depends on {device}, which is not here; give an amount, as in 16GiB.")
     return resolve_budget(spec, read(_real(device))).bytes
 
 

@@ -95,5 +95,5 @@ def test_a_prefix_is_put_before_names(tmp_path):
 
 
 def test_a_flush_interval_below_one_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="flush_every=0 must be 1 or more"):
+    with pytest.raises(ConfigurationError, match="flush_every=0: give a whole number, 1 or more"):
         RunCSVLogger(tmp_path, flush_every=0)

@@ -73,7 +73,7 @@ def test_a_part_that_there_is_not_is_refused_with_the_nearest():
 
 
 def test_no_shapes_at_all_are_refused():
-    with pytest.raises(ConfigurationError, match="most=0 must be 1 or more"):
+    with pytest.raises(ConfigurationError, match="most=0: give a whole number, 1 or more"):
         CudaGraphs(most=0)
 
 

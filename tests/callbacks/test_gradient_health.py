@@ -259,5 +259,5 @@ def test_a_scale_below_one_is_warned_about_once(small_run, tmp_path, recwarn, sc
 
 @pytest.mark.parametrize("name", ["patience", "scaler_patience", "check_every"])
 def test_numbers_below_one_are_refused(name):
-    with pytest.raises(ConfigurationError, match=f"{name}=0 must be 1 or more"):
+    with pytest.raises(ConfigurationError, match=f"{name}=0: give a whole number, 1 or more"):
         GradientHealth(**{name: 0})

@@ -126,5 +126,5 @@ def test_it_works_without_a_logger(small_run, tmp_path, reading):
 
 
 def test_an_interval_below_one_is_refused():
-    with pytest.raises(ConfigurationError, match="every_n_batches=0 must be 1 or more"):
+    with pytest.raises(ConfigurationError, match="every_n_batches=0: give a whole number, 1 or more"):
         MemoryMonitor(every_n_batches=0)

@@ -98,7 +98,7 @@ def test_of_equal_plans_the_one_that_changes_less_of_what_the_user_set_is_chosen
 
 
 @pytest.mark.parametrize("sizes", [(50, 40), (40, 50)], ids=str)
-def test_of_equally_fast_plans_with_as_many_changes_the_one_of_least_bytes_is_chosen(sizes):
+def test_of_equally_fast_plans_the_one_of_least_bytes_is_chosen(sizes):
     own = recomputing(0)
     chunked = [
         Option(traces=MadeTraces(per_row=size, works=((0, GFLOP, 0, 10**6),)), loss_chunk=size, changes=1)

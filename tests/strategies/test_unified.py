@@ -293,3 +293,16 @@ def test_the_plan_tells_what_was_chosen_and_why():
     assert plan["budget_bytes"] == trainer.strategy.budget.bytes
     assert plan["reasons"]["micro_batch_size"] == "as asked"
     assert trainer.strategy.effective_batch_size == 1 and plan["micro_batch_size"] == 1
+
+
+@pytest.mark.parametrize(("asked", "is_said"), [(9, True), (8, False), (4, False), ("auto", False)])
+def test_a_micro_batch_size_above_the_batch_is_said_once(asked, is_said, caplog):
+    class Rows(BoringModel):
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.randn(24, 32), batch_size=8)
+
+    with caplog.at_level("WARNING", logger="lightning_unified"):
+        L.Trainer(strategy=UnifiedStrategy(micro_batch_size=asked), max_steps=3, **QUIET).fit(Rows())
+
+    assert caplog.text.count("micro_batch_size=9 exceeds the batch of 8 rows") == is_said
+    assert ("exceeds" in caplog.text) == is_said

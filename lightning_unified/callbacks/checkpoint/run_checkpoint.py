@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from lightning_unified.callbacks.checkpoint import random_state
 from lightning_unified.callbacks.checkpoint.continuation import Continuation
+from lightning_unified.callbacks.checkpoint.disk import check_disk
 from lightning_unified.callbacks.checkpoint.files import BEST, LAST, CheckpointFiles
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
-from lightning_unified.errors import CheckpointError, ConfigurationError
+from lightning_unified.errors import CheckpointError, ConfigurationError, check_count
 
 __all__ = ["RunCheckpoint"]
 
@@ -31,8 +32,8 @@ class RunCheckpoint(Checkpoint):
     4. A run resumed from any file continues bit for bit: the file also holds the random states of all ranks, and the gradients
        of an open accumulation window. For that, validation does not advance the random streams of training.
 
-    If a write fails (full disk), the callback warns, training goes on, and earlier files stay. At the end of a run a failed write is
-    an error, because the steps since the last good file would be lost.
+    A disk that cannot hold one file is refused before training. If a write fails later, the callback warns, training goes on, and earlier
+    files stay. At the end of a run a failed write is an error, because the steps since the last good file would be lost.
 
     Args:
         dirpath: The folder; default `checkpoints` in the first logger's folder, or in `default_root_dir` without one.
@@ -55,23 +56,18 @@ class RunCheckpoint(Checkpoint):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__()
-        if every_n_steps < 1 or keep < 1:
-            raise ConfigurationError(f"every_n_steps={every_n_steps} and keep={keep} must both be 1 or more.")
+        check_count("RunCheckpoint: every_n_steps", every_n_steps)
+        check_count("RunCheckpoint: keep", keep)
         if mode not in {"min", "max"}:
             raise ConfigurationError(f"mode={mode!r} is not known; use 'min' or 'max'.")
-        self.every_n_steps = every_n_steps
-        self.keep = keep
-        self.monitor = monitor
-        self.mode = mode
+        self.every_n_steps, self.keep = every_n_steps, keep
+        self.monitor, self.mode = monitor, mode
         self.best_model_score: float | None = None
         self._given = dirpath
         self._files = CheckpointFiles(keep=keep)
         self._saved_step: int | None = None
         self._step_before = 0
-        self._validation_planned = False
-        self._deferred = False
-        self._requested = False
-        self._resumed = False
+        self._validation_planned = self._deferred = self._requested = self._resumed = False
         self._before_validation: dict[str, Any] | None = None
         self._continuation = Continuation()
 
@@ -156,6 +152,7 @@ class RunCheckpoint(Checkpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._continuation.before_epoch(trainer)
+        check_disk(trainer, pl_module, self.dirpath, keep=self.keep)
         if self._resumed:
             self._files.resume(trainer.global_step)
             self._resumed = False

@@ -27,7 +27,7 @@ from lightning_unified.callbacks.pressure.rungs import (
 from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
 from lightning_unified.callbacks.pressure.watch import PressureTrace, PressureWatch, Verdict
 from lightning_unified.callbacks.stopping import restore_limits, stop_cleanly
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, check_count
 from lightning_unified.hardware import Budget, Pressure, PressureReader, Sources, read
 from lightning_unified.units import format_bytes
 
@@ -74,8 +74,9 @@ class PressureGuard(Callback):
     def __init__(
         self, *, every_s: float = 1.0, samples: int = 2, trace: str | Path | None = None, stop: bool = True
     ) -> None:
-        if not every_s > 0 or samples < 1:
-            raise ConfigurationError(f"every_s={every_s} must be above 0 and samples={samples} 1 or more.")
+        if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not every_s > 0:
+            raise ConfigurationError(f"PressureGuard: every_s={every_s!r}: give seconds, more than 0.")
+        check_count("PressureGuard: samples", samples)
         self.every_s = every_s
         self.samples = samples
         self.stop = stop

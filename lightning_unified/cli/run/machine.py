@@ -1,8 +1,10 @@
 """Prepare the machine: check hardware, set environment and threads."""
 
+import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,6 +29,19 @@ __all__ = ["Machine", "check_settings", "hardware_settings", "open_machine", "pr
 
 # With a simulated machine these settings are resolved for this machine's cores, the others for the simulated device.
 _DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "start_method", "host_threads")
+
+# Numbers that Lightning accepts and then fails on, or trains differently with.
+_TRAINER_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
+    {
+        "accumulate_grad_batches": (lambda count: count >= 1, "a count of batches, 1 or more"),
+        "gradient_clip_val": (lambda most: 0 <= most < math.inf, "a norm, 0 (no clipping) or more, or null"),
+        "val_check_interval": (
+            lambda each: each > 0,
+            "a count of batches, 1 or more, or a share of an epoch, up to 1.0",
+        ),
+        "log_every_n_steps": (lambda each: each >= 0, "a count of steps, 0 (never) or more"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +166,10 @@ def check_settings(config: DictConfig) -> None:
         raise ConfigurationError(
             "trainer.max_steps=-1 without trainer.max_epochs or trainer.max_time would never end; give one of them."
         )
+    for name, (is_allowed, allowed) in _TRAINER_NUMBERS.items():
+        number = config.trainer.get(name)
+        if isinstance(number, (int, float)) and not is_allowed(number):
+            raise ConfigurationError(f"trainer.{name}={number}: it is {allowed}.")
     _check_precision(config)
 
 

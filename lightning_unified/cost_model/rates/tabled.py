@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_unified.cost_model.rates.record import Rates
+from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated.profiles import PROFILES
 
 __all__ = ["tabled_rates", "typical_rates"]
@@ -126,6 +127,10 @@ def tabled_rates(name: str) -> Rates | None:
         name: Name of a simulated machine (`"m2-16gb"`), or of a device as its driver reports it (`"NVIDIA H200"`, `"Apple M4
             Pro"`).
     """
+    if not isinstance(name, str):
+        raise ConfigurationError(
+            f"tabled_rates({name!r}): give a machine's or a device's name, as in 'm2-16gb' or 'NVIDIA H200'."
+        )
     known = PROFILES.get(name.lower())
     wanted = _plain(known.chip if known else name)
     matches = [key for key in _CHIPS if re.search(rf"\b{re.escape(key)}\b", wanted)]

@@ -96,6 +96,10 @@ class MicroBatchSizing:
 
     def batch_done(self, shape: BatchShape) -> None:
         """Record that a batch ran, and grow the size if there is more memory than when it failed."""
+        asked = self.training.asked
+        if self.largest is None and asked is not None and asked > shape.rows:
+            self._events.append(f"micro_batch_size={asked} exceeds the batch of {shape.rows} rows, so it runs whole")
+            log.warning("%s. Give fewer rows to split it.", self._events[-1])
         if self.largest is None or shape.rows >= self.largest.rows:
             self.largest = shape
         self.training.worked(shape)

@@ -78,6 +78,9 @@ class BudgetWatch:
         spec: The budget as written: `"auto"`, `"28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
         machine: A simulated machine. The budget is then one of its pool, while the CPU does the work.
 
+    Raises:
+        BudgetError: If the budget cannot be read.
+
     Attributes:
         device: The device whose pool the budget is taken from.
         budget: The resolved budget; None before `resolve`. A `leave` budget changes during a run.
@@ -89,6 +92,7 @@ class BudgetWatch:
     """
 
     def __init__(self, spec: str | int, machine: SimulatedMachine | None = None) -> None:
+        parse_spec(spec)  # a budget that cannot be read is refused where it is written
         self.spec = spec
         self.machine = machine
         self._elsewhere = _sources_of(machine)

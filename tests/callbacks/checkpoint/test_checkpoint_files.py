@@ -298,7 +298,7 @@ def test_files_hold_nothing_that_torch_would_not_load_from_a_stranger(small_run,
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"keep": 0}])
 def test_counts_below_one_are_refused(options):
-    with pytest.raises(ConfigurationError, match="must both be 1 or more"):
+    with pytest.raises(ConfigurationError, match="give a whole number, 1 or more"):
         RunCheckpoint(**options)
 
 
