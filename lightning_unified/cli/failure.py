@@ -51,7 +51,7 @@ def report_failure(error: BaseException) -> int:
     ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"… {len(lines) - _MOST_LINES + 1} more lines"]
-    if not isinstance(error, (LightningUnifiedError, KeyboardInterrupt)) and code != ConfigurationError.exit_code:
+    if not isinstance(error, LightningUnifiedError) and code != ConfigurationError.exit_code:
         lines.append(f"{DEBUG_VARIABLE}=1 shows the traceback.")
     prefix = "error" if code != 2 else "this cannot be run"
     sys.stderr.write(f"{prefix}: " + "\n  ".join(lines) + "\n")

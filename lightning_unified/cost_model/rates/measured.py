@@ -213,9 +213,11 @@ class _Counter(TorchDispatchMode):
 
 def _launch(device: torch.device) -> float:
     """Return the host's seconds an operation, from a step with almost no arithmetic."""
-    layers = [nn.Linear(8, 8, device=device), nn.LayerNorm(8, device=device), nn.GELU()]
+    # nn.Linear itself would draw its weights from the device's generator, and later dropout masks of the run would differ
+    linear = nn.utils.skip_init(nn.Linear, 8, 8, device=device)
+    layers = [linear, nn.LayerNorm(8, device=device), nn.GELU()]
     with torch.no_grad():
-        for parameter in layers[0].parameters():
+        for parameter in linear.parameters():
             parameter.fill_(0.1)
     network, entries = nn.Sequential(*layers * 20), _filled((8, 8), device, torch.float32)
 

@@ -1,6 +1,7 @@
 """Speeds of a machine: measured if it is present, tabled if not, each with its source."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightning_unified.cost_model.rates import (
     tabled_rates,
     typical_rates,
 )
-from lightning_unified.cost_model.rates.measured import verdict
+from lightning_unified.cost_model.rates.measured import _launch, verdict
 from lightning_unified.hardware.simulated.profiles import PROFILES
 
 
@@ -63,12 +64,27 @@ def test_measuring_leaves_generators_and_settings_as_they_were():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("measure", [measure_rates, brief_rates, lambda _: measure_alignment("cuda", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "measure",
+    [
+        measure_rates,
+        partial(brief_rates, name="NVIDIA H200", dtypes=["bfloat16"]),
+        partial(brief_rates, name="an unknown card", dtypes=["bfloat16"]),
+        measure_alignment,
+    ],
+)
 def test_measuring_leaves_the_generator_of_a_gpu_as_it_was(measure):
     state = torch.cuda.get_rng_state()
     measure("cuda")
 
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_measuring_the_host_draws_no_random_number():
+    state = torch.get_rng_state()
+    _launch(torch.device("cpu"))
+
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_measured_rates_survive_being_saved(here):
