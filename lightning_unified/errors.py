@@ -35,7 +35,6 @@ __all__ = [
     "RunError",
     "SplitError",
     "UndoError",
-    "check_count",
 ]
 
 

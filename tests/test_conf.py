@@ -301,7 +301,7 @@ def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused
     ("model", "own"),
     [
         ("gearhead", set()),
-        ("classifier-tiny", {"early_stopping", "report"}),
+        ("classifier-tiny", {"early_stopping", "length", "report"}),
         ("compressor-smollm2", {"compression"}),
         ("wordle-tiny", {"wordle"}),
         ("wordle/qwen2_5_0_5b", {"wordle"}),

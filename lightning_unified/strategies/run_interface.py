@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 
@@ -72,7 +71,7 @@ class RunInterface(Strategy):
             device=self.told_device,
             step=module.trainer.global_step,
             total_steps=_total_steps(module.trainer),
-            loss=_last_loss(module.trainer),
+            loss=_logged_loss(module.trainer),
             effective_batch_size=self.effective_batch_size,
             micro_batch_size=self.micro_batch_size,
             allocated_bytes=reading.allocated.bytes,
@@ -178,13 +177,14 @@ def _total_steps(trainer: L.Trainer) -> int | None:
     return int(total) if math.isfinite(total) and total > 0 else None
 
 
-def _last_loss(trainer: L.Trainer) -> float | str | None:
-    """Return the last batch's loss; without one, the training loss that the module logged."""
-    loss = getattr(trainer.fit_loop.epoch_loop.automatic_optimization, "last_loss", None)
-    if loss is None:
-        logged = {name: value for name, value in trainer.callback_metrics.items() if "loss" in name.lower()}
-        loss = next((value for name, value in logged.items() if not name.lower().startswith(("val", "test"))), None)
-    if not isinstance(loss, (int, float, torch.Tensor)) or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+def _logged_loss(trainer: L.Trainer) -> float | str | None:
+    """Return the training loss that the module logged last.
+
+    The loss itself is not kept: it would take memory of the next step.
+    """
+    logged = {name: value for name, value in trainer.callback_metrics.items() if "loss" in name.lower()}
+    loss = next((value for name, value in logged.items() if not name.lower().startswith(("val", "test"))), None)
+    if loss is None or loss.numel() != 1:
         return None
     value = float(loss)
     return value if math.isfinite(value) else str(value)

@@ -51,7 +51,7 @@ def chosen(*, share, only_best=True, layers=2, **costs):
 
 
 def test_a_plan_that_no_other_setting_can_beat_has_no_other_traced(traced):
-    best = chosen(share=0.7, launch=1e-9)
+    best = chosen(share=0.75, launch=1e-9)
 
     assert (best.recompute, best.parts) == ("none", 2)
     assert traced == [(PLAIN, 8, 1), (PLAIN, 4, 2)]

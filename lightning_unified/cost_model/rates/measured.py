@@ -279,20 +279,16 @@ def _filled(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) ->
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Shield a measurement from the caller's modes, and restore the caller's state.
 
-    The modes are autocast, inference mode and no-grad. The state is that of the host's and the device's random generator: layers
-    that are built on the device draw their weights there.
+    The modes are autocast, inference mode and no-grad.
     """
     state = torch.get_rng_state()
-    backend = None if device.type == "cpu" else getattr(torch, device.type)
-    on_device = None if backend is None else backend.get_rng_state()
     try:
         with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             yield
     finally:
         torch.set_rng_state(state)
-        if backend is not None:
-            backend.set_rng_state(on_device)
-            backend.empty_cache()
+        if device.type != "cpu":
+            getattr(torch, device.type).empty_cache()
 
 
 @contextmanager

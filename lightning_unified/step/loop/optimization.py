@@ -56,9 +56,6 @@ class UnifiedOptimization(_AutomaticOptimization):
     """Runs one optimization step: splits the batch, and repeats the step if memory runs out.
 
     Without a `planner` nothing is predicted.
-
-    Attributes:
-        last_loss: The loss of the last batch, None if it had none.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
@@ -77,7 +74,6 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
         self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
-        self.last_loss: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process: Lightning's own state, the policy and the window.
@@ -126,7 +122,6 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy.batch_done(shape)
         if self._planner is not None:
             self._planner.batch_done()
-        self.last_loss = outputs.get("loss")
         return outputs
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:

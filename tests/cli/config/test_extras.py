@@ -46,5 +46,5 @@ def test_a_model_without_its_packages_names_the_extra(monkeypatch, caplog):
     monkeypatch.setattr("lightning_unified.cli.config.extras.requires", lambda name: DECLARED)
 
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-unified\[classifier\]'"):
-        target_of("lightning_unified.models.classifier.data.encoder_tokenizer.EncoderTokenizer")
+        target_of("lightning_unified.models.classifier.data.tokens.encoder_tokenizer.load_encoder_tokenizer")
     assert not caplog.records

@@ -48,7 +48,7 @@ def test_a_run_says_what_it_read_and_tests_the_best_weights_at_its_end(command, 
         (("model=wordle-tiny", "data=classifier-tiny"), "model.inner_iterations takes the value of data.inner_iterations, which data=classifier-tiny does not have"),
         (("model.learning_rate=nan",), "model.learning_rate=nan: it must be a finite number"),
         (("model.betas=[0.9,inf]",), "model.betas.1=inf: it must be a finite number"),
-        (("trainer.gradient_clip_val=nan",), "trainer.gradient_clip_val=nan: it must be a finite number"),
+        (("trainer.gradient_clip_val=nan",), "trainer.gradient_clip_val=nan: it is a norm, 0"),
     ],
 )  # fmt: skip
 def test_data_of_another_model_and_numbers_that_are_none_are_refused_by_name(command, tmp_path, arguments, message):

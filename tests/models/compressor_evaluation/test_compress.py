@@ -213,12 +213,14 @@ def test_standard_input_is_compressed_to_standard_output(checkpoint, monkeypatch
     assert len(capsys.readouterr().out) == round(0.5 * len(TEXT)) + 1
 
 
-def test_the_whole_text_is_shown_as_it_is(checkpoint, monkeypatch, capsys):
+def test_the_whole_text_is_shown_with_brackets_where_there_are_no_colours(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.read", lambda: TEXT, raising=False)
 
     assert commands.main(["compress", "--checkpoint", str(checkpoint), "--device", "cpu", "--show"]) == 0
 
-    assert capsys.readouterr().out == f"{TEXT}\n"
+    shown = capsys.readouterr().out
+    assert shown.replace("[-", "").replace("-]", "") == f"{TEXT}\n"
+    assert "[-" in shown
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_an_error_of_the_planned_step_comes_through_untouched(size):
     error, module = mine(ValueError), Whole()
     module.net.append(torch.nn.Linear(3, 3))
     module.net[-1].forward = raises(error)  # in the dry run as well
-    strategy = UnifiedStrategy(budget="64MiB", **({} if size == "whole" else {"micro_batch_size": 3}))
+    strategy = UnifiedStrategy(simulate="h200", budget="64MiB", **({} if size == "whole" else {"micro_batch_size": 3}))
     with pytest.raises(type(error)) as caught:
         fitted(module, strategy)
 

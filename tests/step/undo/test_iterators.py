@@ -21,6 +21,12 @@ def numbers():
     yield from range(100)
 
 
+def wide(module):
+    """Give the module weights of 64 KiB, so that a budget of 16 MiB is worth a plan."""
+    module.wide = nn.Linear(128, 128)
+    return module
+
+
 class Loads:
     """Runs code at each iteration."""
 
@@ -146,7 +152,7 @@ def test_a_step_that_draws_from_a_generator_is_not_repeated():
     with pytest.raises(UndoError, match=r"drawn from Holds\.kept, a generator"):
         train(lambda: Holds(numbers, next), at=[3], batch_size=1)
     with pytest.raises(UndoError, match=r"drawn from Holds\.kept, a generator"):  # by the probe
-        train(lambda: Holds(numbers, next), predict=True, budget="1MiB")
+        train(lambda: wide(Holds(numbers, next)), predict=True, simulate="h200", budget="16MiB")
 
 
 def test_a_generator_that_a_hook_draws_from_loses_no_value_to_a_dry_run():
@@ -154,6 +160,7 @@ def test_a_generator_that_a_hook_draws_from_loses_no_value_to_a_dry_run():
         def __init__(self):
             super().__init__()
             self.numbers, self.number, self.drawn = numbers(), 0, []
+            wide(self)
 
         def draw(self):
             return self.number
@@ -163,7 +170,7 @@ def test_a_generator_that_a_hook_draws_from_loses_no_value_to_a_dry_run():
             self.drawn.append(self.number)
 
     undisturbed, _ = train(Draws, batch_size=1)
-    planned, trainer = train(Draws, at=[3], batch_size=1, predict=True, budget="1MiB")
+    planned, trainer = train(Draws, at=[3], batch_size=1, predict=True, simulate="h200", budget="16MiB")
 
     assert trainer.strategy.recoveries == 1
     assert "draws from a generator" in trainer.strategy.plan.reasons["prediction"]
