@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from lightning_unified import models
 from lightning_unified.cli.config.binding import target_of
 from lightning_unified.cli.config.extras import extra_for, missing_packages
 from lightning_unified.errors import ConfigurationError
@@ -42,6 +43,7 @@ def test_the_missing_module_is_found_behind_other_errors():
 def test_a_model_without_its_packages_names_the_extra(monkeypatch, caplog):
     for name in [name for name in sys.modules if name.startswith("lightning_unified.models.classifier")]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(models, "classifier", raising=False)  # set where another test has imported it
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setattr("lightning_unified.cli.config.extras.requires", lambda name: DECLARED)
 
