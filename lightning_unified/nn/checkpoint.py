@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.nn.saved_attention import SavedAttention, graph_contexts
 
@@ -92,9 +92,9 @@ def recompute_call(
     writes = owner is not None and owner.training and next(owner.buffers(), None) is not None
     called = _by_position(function, len(args), tuple(kwargs))
     if torch.compiler.is_compiling() and random_state is None and not writes:
-        # a compiled graph restores its random state itself
-        contexts = noop_context_fn if kept is None else graph_contexts()
-        return checkpoint(called, *values, use_reentrant=False, context_fn=contexts)
+        # a compiled graph restores its random state itself, and takes no `context_fn` but torch's selective one
+        contexts = {} if kept is None else {"context_fn": graph_contexts()}
+        return checkpoint(called, *values, use_reentrant=False, **contexts)
     return _eager(called, values, owner=owner if writes else None, random_state=random_state, kept=kept)
 
 

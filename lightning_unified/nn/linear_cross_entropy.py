@@ -4,26 +4,32 @@ With a vocabulary of 32,000, the logits of 2 x 512 tokens take 131 MB in fp32 an
 a 34-million-parameter model's weights. Here both exist for a few rows at a time.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from typing_extensions import override
 
-from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, Kernels, kernels_for
+from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
+from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, kernels_for
 
-__all__ = ["IGNORED", "chunk_rows_for", "linear_cross_entropy"]
+__all__ = [
+    "IGNORED",
+    "chunk_rows_for",
+    "linear_cross_entropy",
+    "trains_only_hidden",
+]
 
 _CHUNK_BYTES = 16 * 2**20
-_FUSED_CHUNK_BYTES = (
-    320 * 2**20
-)  # within a tenth of the fastest chunk on an H200: benchmarks/options/chunked_loss.json: CHUNKS_RECORD
+# a smaller chunk rereads the sum of the weight's gradient more often: benchmarks/options/chunked_loss.json
+_FUSED_CHUNK_BYTES = 512 * 2**20
 _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 
 
 def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None = None) -> int:
-    """Return the chunk size: the power of two of rows whose logits take at most 16 MiB in fp32, or 320 MiB with fused kernels.
+    """Return the number of rows in a chunk, a power of two.
+
+    The logits of a chunk take at most 16 MiB in fp32, or 512 MiB with fused kernels.
 
     torch's own choice depends on the shape of the batch and was up to several times slower on a CPU. A chunk has at least 16 rows,
     since smaller matrix products are inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be
@@ -52,8 +58,10 @@ def linear_cross_entropy(
 
     Labels of -100 are not scored.
 
-    The backward pass computes the chunks again instead of saving gradients from the forward pass. That takes about a quarter more
-    time in this layer. No tensor of `weight`'s size lives between the two passes, while the rest of the network runs.
+    With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if `chunk_rows` is None or
+    `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of what is trained of `weight` (in
+    fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this layer, and no such tensor
+    lives between the passes, while the rest of the network runs.
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such
@@ -78,6 +86,32 @@ def linear_cross_entropy(
     Raises:
         ValueError: If the shapes do not fit, the reduction is unknown or `chunk_rows` is not positive.
     """
+    _check(hidden, weight, labels, reduction, chunk_rows)
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    dtype = _dtype_of_products(flat)
+    kernels = kernels_for(flat, dtype)
+    fused = isinstance(kernels, Fused)
+    if chunk_rows is None:
+        rows = chunk_rows_for(weight.shape[0], rows=len(flat), logit_bytes=dtype.itemsize if fused else None)
+    else:
+        rows = chunk_rows
+    is_reduced, only_hidden = reduction != "none", trains_only_hidden(flat, weight, bias)
+    at_once = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
+    if _torch_does_it(flat) and not fused and not only_hidden:
+        summed = is_reduced and weight.nbytes <= _CHUNK_BYTES
+        losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
+    else:
+        if fused:
+            _refuse_unoffered(targets, weight.shape[0])
+        chunks = Chunks(hidden=flat, weight=weight, bias=bias, labels=targets, rows=rows, dtype=dtype, kernels=kernels)
+        losses = summed_loss(chunks) if at_once else losses_of_rows(chunks)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / (targets != IGNORED).sum()
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk_rows: int | None) -> None:
     if reduction not in {"none", "sum", "mean"}:
         raise ValueError(f"reduction={reduction!r} is not offered; choose 'none', 'sum' or 'mean'.")
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
@@ -85,27 +119,8 @@ def linear_cross_entropy(
             f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)} and weight {tuple(weight.shape)} do not fit; "
             "they are (..., D), (...) and (V, D)."
         )
-    flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    dtype = _dtype_of_products(flat)
-    kernels = kernels_for(flat, dtype)
-    fused = isinstance(kernels, Fused)
-    if chunk_rows is None:
-        rows = chunk_rows_for(weight.shape[0], rows=len(flat), logit_bytes=dtype.itemsize if fused else None)
-    elif chunk_rows < 1:
+    if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows} is not a number of rows; give 1 or more, or None.")
-    else:
-        rows = chunk_rows
-    if _torch_does_it(flat) and not fused:
-        summed = reduction != "none" and weight.nbytes <= _CHUNK_BYTES
-        losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
-    else:
-        if fused:
-            _refuse_unoffered(targets, weight.shape[0])
-        losses = _chunked_losses(flat, weight, bias, targets, rows, dtype, kernels)
-    if reduction == "none":
-        return losses.view(labels.shape)
-    total = losses.sum()
-    return total if reduction == "sum" else total / (targets != IGNORED).sum()
 
 
 def _refuse_unoffered(labels: Tensor, num_classes: int) -> None:
@@ -145,58 +160,7 @@ def _torch_losses(
     )
 
 
-@torch.compiler.disable(reason="a compiled backward pass of the chunks was wrong in torch 2.11")
-def _chunked_losses(*operands: Any) -> Tensor:
-    return _ChunkedLosses.apply(*operands)
-
-
-class _ChunkedLosses(torch.autograd.Function):
-    """A loss for each row; products in `dtype`, the softmax and all sums in at least fp32."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        hidden, weight, bias, labels, rows, dtype, kernels = args
-        wide = torch.promote_types(dtype, torch.float32)
-        losses = hidden.new_empty(len(labels), dtype=wide)
-        kept: list[Tensor] = []
-        with torch.autocast(hidden.device.type, enabled=False):
-            operand = weight.to(dtype)
-            for x, y, part in zip(hidden.split(rows), labels.split(rows), losses.split(rows), strict=True):
-                logits = functional.linear(x.to(dtype), operand, None if bias is None else bias.to(dtype))
-                values, again = kernels.losses(logits, y)
-                part.copy_(values)
-                kept += [] if again is None else [again]
-                del logits  # or it would live beside the next chunk's
-        ctx.save_for_backward(hidden, weight, bias, labels, *kept)
-        ctx.rows, ctx.dtype, ctx.kernels = rows, dtype, kernels
-        return losses
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        hidden, weight, bias, labels, *kept = ctx.saved_tensors
-        kernels: Kernels = ctx.kernels
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            operand = weight.to(ctx.dtype)
-            chunks = zip(hidden.split(ctx.rows), labels.split(ctx.rows), grad_outputs[0].split(ctx.rows), strict=True)
-            for index, (x, y, outer) in enumerate(chunks):
-                x = x.to(ctx.dtype)  # noqa: PLW2901
-                logits = functional.linear(x, operand, None if bias is None else bias.to(ctx.dtype))
-                gradient = kernels.gradient(logits, y, kept[index] if kept else None, outer)
-                if grad_hidden is not None:
-                    start = index * ctx.rows
-                    grad_hidden[start : start + len(x)] = gradient @ operand
-                if grad_weight is not None:
-                    kernels.add_product(grad_weight, gradient, x)
-                if grad_bias is not None:
-                    grad_bias += gradient.sum(0, dtype=wide)
-                del logits, gradient  # or they would live beside the next chunk's
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+def trains_only_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether gradients flow to the input of a linear layer, and to none of its parameters."""
+    is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    return is_frozen and hidden.requires_grad and torch.is_grad_enabled()

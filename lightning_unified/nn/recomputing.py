@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_unified.nn.checkpoint import recompute_call
+from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
 from lightning_unified.nn.saved_attention import SavedAttention
 from lightning_unified.nn.warn_once import warn_once
 
@@ -72,6 +73,9 @@ class Recomputing:
     `copy.deepcopy`, `pickle` or `torch.save` does not recompute. Hooks of a block run once. Hooks of its submodules run in the second
     run too, and so do the block's writes to its own lists and attributes.
 
+    A block that was compiled by itself (`block.compile()`, or `torch.compile(block)` in its place) stays compiled: the compiled call is
+    replaced, so that both runs use the same graph. The hooks of such a block belong to the graph and run twice.
+
     Hugging Face's models pass an empty cache of keys and values in training if `use_cache=True`. A block then runs without it, as
     under their own gradient checkpointing, since the second run would fill it again. A block with a filled cache runs without
     recomputation, and a warning says so once.
@@ -108,31 +112,33 @@ class Recomputing:
 def is_recomputed(module: nn.Module) -> bool:
     """Return whether `module` recomputes in training, by `Recomputing` or Hugging Face's switch."""
     by_itself = vars(module).get("gradient_checkpointing") is True and module.training
-    return by_itself or isinstance(vars(module).get(_FORWARD), _StandIn)
+    return by_itself or any(isinstance(vars(module).get(slot), _StandIn) for slot in (_FORWARD, COMPILED_CALL))
 
 
 class _StandIn:
-    """Replacement of one block's `forward`; a copy or a saved file holds the original."""
+    """Replacement of one block's `forward` or compiled call; a copy or a saved file holds the original."""
 
     def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str]) -> None:
         self._block = block
         self._keep_attention = keep_attention
-        self._own = vars(block).get(_FORWARD)
-        self._forward: Callable[..., Any] = block.forward
+        self._is_compiled = is_compiled(block)
+        self._slot = _FORWARD if vars(block).get(COMPILED_CALL) is None else COMPILED_CALL
+        self._own = vars(block).get(self._slot)
+        self._forward: Callable[..., Any] = getattr(block, self._slot)
         self._on = True
         self._said = said
 
     def install(self) -> None:
-        vars(self._block)[_FORWARD] = self
+        vars(self._block)[self._slot] = self
 
     def remove(self) -> None:
         self._on = False
-        if vars(self._block).get(_FORWARD) is not self:
+        if vars(self._block).get(self._slot) is not self:
             return  # another wrapper lies on top and calls this one
         if self._own is None:
-            del vars(self._block)[_FORWARD]
+            del vars(self._block)[self._slot]
         else:
-            vars(self._block)[_FORWARD] = self._own
+            vars(self._block)[self._slot] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
@@ -147,6 +153,8 @@ class _StandIn:
                 "recomputed. Run the training step without a cache (use_cache=False)."
             )
             return self._forward(*args, **kwargs)
+        if self._is_compiled and not torch.compiler.is_compiling():
+            mark_rows((*args, *kwargs.values()))  # both runs must choose the same graph
         if not self._keep_attention:
             return recompute_call(self._forward, args, kwargs, owner=block)
         kept = SavedAttention()

@@ -11,6 +11,7 @@ import lightning as L
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import Blocks, find_blocks
+from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.recomputing import RecomputePolicy, Recomputing
 
 __all__ = ["ActivationCheckpointing", "CheckpointedBlocks", "recompute_policies"]
@@ -108,6 +109,11 @@ class ActivationCheckpointing:
         except ConfigurationError as error:
             self.reason = f"as the module is: {error}"
         return self._memory_option is not None
+
+    def reapply(self) -> None:
+        """Apply the policy once more, because the blocks have been compiled since."""
+        if self._memory_option is not None and self.policy is not None:
+            self._pull(self.policy, self.reason.partition(":")[0])
 
     def _pull(self, policy: RecomputePolicy, why: str) -> None:
         assert self._module is not None, "recomputation is set once fit has begun"
@@ -209,20 +215,22 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
     A module without blocks allows `NONE` only.
 
     Each number of blocks comes with and without saved attention outputs, because only a step shows whether the blocks have any attention.
+    Compiled blocks come without: the modes that save these outputs see nothing of compiled code.
     """
     if has_switch(module) and not hasattr(module, "recompute_blocks"):
         return NONE, ALL
     try:
-        count = len(find_blocks(module).plain)
+        plain = find_blocks(module).plain
     except ValueError:
         return (NONE,)
+    count = len(plain)
     if not count:
         return (NONE,)
     sizes = [*range(1, count), "all"]
     return NONE, *(
         RecomputePolicy(blocks=size, keep_attention=keep, of=count)  # type: ignore[arg-type]
         for size in sizes
-        for keep in (True, False)
+        for keep in ((False,) if any(map(is_compiled, plain)) else (True, False))
     )
 
 

@@ -8,7 +8,7 @@ import lightning as L
 from torch.optim import Optimizer
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.options.loss_chunk import LossChunk, chunk_choices
+from lightning_unified.options.loss_chunk import AskedChunk, LossChunk, chunk_choices
 from lightning_unified.options.memory_options import AskedKernel
 from lightning_unified.options.optimizer_kernel import (
     KERNELS,
@@ -33,13 +33,15 @@ class AppliedOptions:
     Args:
         optimizer_kernel: `"keep"` leaves optimizers as they were built. A kernel's name sets it from the first step on, for all
             optimizers. `"auto"` lets a plan choose, for optimizers that were built without a choice.
+        loss_chunk: `"auto"` lets a plan choose, False leaves the module as it is, and a number of rows sets it from the first step on.
 
     Attributes:
         loss_chunk: Rows of logits that exist at one time; None where it was not set.
     """
 
-    def __init__(self, *, optimizer_kernel: AskedKernel = "keep") -> None:
-        self._asked = optimizer_kernel
+    def __init__(self, *, optimizer_kernel: AskedKernel = "keep", loss_chunk: AskedChunk = "auto") -> None:
+        self._asked: AskedKernel = optimizer_kernel
+        self._asked_chunk: AskedChunk = loss_chunk
         self._module: L.LightningModule | None = None
         self._optimizers: list[Optimizer] = []
         self._changes: list[KernelChange] = []
@@ -70,10 +72,12 @@ class AppliedOptions:
         """Begin a fit of `module` with the user's settings.
 
         Raises:
-            ConfigurationError: If an optimizer cannot run with the user's kernel.
+            ConfigurationError: If an optimizer cannot run with the user's kernel, or the module has no loss chunk to set.
         """
         self.end()
         self._module, self._optimizers = module, list(optimizers)
+        if self._optimizers and self._asked_chunk not in ("auto", False):
+            self.set_loss_chunk(int(self._asked_chunk), why="as asked")
         if self._asked in KERNELS:
             for optimizer in self._optimizers:
                 self._changes.append(set_kernel(optimizer, self._asked))  # pyright: ignore[reportArgumentType]
@@ -101,7 +105,7 @@ class AppliedOptions:
 
     def chunk_choices(self) -> tuple[int | None, ...]:
         """Return the loss chunks that a plan may set; only None if the module offers none."""
-        return (None,) if self._module is None else chunk_choices(self._module)
+        return (None,) if self._module is None else chunk_choices(self._module, self._asked_chunk)
 
     def set_kernel(self, kernel: Kernel, *, why: str) -> None:
         """Make every optimizer built without a choice run with `kernel`, from its next step on.
@@ -130,12 +134,14 @@ class AppliedOptions:
         Raises:
             ConfigurationError: If the module does not offer it.
         """
+        if rows is not None and rows == self.loss_chunk:
+            return
         self._undo_chunk()
         if rows is None:
             return
         assert self._module is not None, "memory options are set once fit has begun"
         self._chunk, self.loss_chunk = LossChunk(self._module, rows), rows
-        self._why["loss_chunk"] = f"{rows} rows, {why}"
+        self._why["loss_chunk"] = f"{rows} rows, {why}{self._chunk.how}"
         log.info("Chunk of the loss: %s.", self._why["loss_chunk"])
 
     def end(self) -> None:

@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options.compilation import AskedCompile
+from lightning_unified.options.loss_chunk import AskedChunk, check_chunk
 from lightning_unified.options.optimizer_kernel import KERNELS
 
 __all__ = ["AskedKernel", "MemoryOptions"]
 
 AskedKernel = Literal["keep", "auto", "fused", "foreach", "for-loop"]
 
+_ASKED_COMPILE = ("auto", "blocks", "whole", False)
 _ASKED_KERNELS = ("keep", "auto", *KERNELS)
 _IMPOSSIBLE_KERNELS = {
     "in-backward": "it writes weights while gradients are still being made, so that a step that runs out of memory could not be "
@@ -36,8 +39,10 @@ class MemoryOptions:
     budget: str | int = "auto"
     micro_batch_size: int | Literal["auto"] = "auto"
     recompute: bool | Literal["auto"] = "auto"
+    compile: AskedCompile = False
     precision: str = "trainer"
     optimizer_kernel: AskedKernel = "keep"
+    loss_chunk: AskedChunk = "auto"
     predict: bool = True
     recover: bool = True
     optimizer_rollback: bool = False
@@ -57,7 +62,12 @@ class MemoryOptions:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give true or false.")
         if self.recompute != "auto" and not isinstance(self.recompute, bool):
             raise ConfigurationError(f'recompute={self.recompute!r}: give true, false or "auto".')
+        if (isinstance(self.compile, int) and self.compile is not False) or self.compile not in _ASKED_COMPILE:
+            raise ConfigurationError(
+                f'compile={self.compile!r}: give "auto", "blocks" (the repeated blocks), "whole" (the module\'s children) or false.'
+            )
         _check_kernel(self.optimizer_kernel)
+        check_chunk(self.loss_chunk)
         if self.batch_norm not in ("refuse", "micro"):
             raise ConfigurationError(f'batch_norm={self.batch_norm!r}: give "refuse" or "micro".')
         if self.window_mean not in ("batches", "terms"):

@@ -1,4 +1,4 @@
-"""The three operations that a chunked cross-entropy repeats, in two implementations with one interface.
+"""The operations that a chunked cross-entropy repeats, in two implementations with one interface.
 
 `Eager` consists of torch's operators and runs anywhere. `Fused` runs on CUDA: Triton kernels that read a chunk of logits once, and a
 matrix product that adds to a float32 sum in place. Its operations are registered with torch (`torch.ops.lightning_unified`), so that
@@ -23,11 +23,24 @@ class Kernels(Protocol):
     """Operations on a chunk of logits (N, V), in the dtype of the products."""
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return each row's loss (N) in at least float32, 0 where unscored, and what `gradient` needs again (N), if anything."""
+        """Return each row's loss (N) in at least float32, 0 where unscored.
+
+        The second value is the tensor (N) that `gradient` needs again, or None.
+        """
         ...
 
     def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:
-        """Return the gradient (N, V) of the losses weighted by `outer` (N), in the dtype of `logits`, whose memory may be used."""
+        """Return the gradient (N, V) of the losses weighted by `outer` (N).
+
+        It has the dtype of `logits` and may overwrite them.
+        """
+        ...
+
+    def losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's loss (N) in at least float32, and the gradient (N, V) of their sum.
+
+        The gradient may use the memory of `logits`.
+        """
         ...
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -46,6 +59,11 @@ class Eager:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return _softmax_minus_one_hot_(wide, labels).mul_(outer.unsqueeze(1)).to(logits.dtype)
 
+    def losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)
+        return losses, _softmax_minus_one_hot_(wide, labels).to(logits.dtype)
+
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left.T @ right
 
@@ -59,6 +77,9 @@ class Fused:
     def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:
         torch.ops.lightning_unified.gradient_of_rows(logits, labels, kept, outer)
         return logits
+
+    def losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.lightning_unified.losses_and_gradient_of_rows(logits, labels), logits
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.ops.lightning_unified.add_product(total, left, right)
@@ -113,6 +134,20 @@ def _gradient_of_rows(logits: Tensor, labels: Tensor, log_sums: Tensor, outer: T
     from lightning_unified.nn.cross_entropy import triton_kernels
 
     triton_kernels.gradient_of_rows(logits, labels, log_sums, outer)
+
+
+@torch.library.custom_op("lightning_unified::losses_and_gradient_of_rows", mutates_args={"logits"}, device_types="cuda")
+def _losses_and_gradient_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    from lightning_unified.nn.cross_entropy import triton_kernels
+
+    losses = _result_of_losses(logits, labels)
+    triton_kernels.losses_and_gradient_of_rows(logits, labels, losses)
+    return losses
+
+
+@_losses_and_gradient_of_rows.register_fake
+def _result_of_losses(logits: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
 
 @torch.library.custom_op("lightning_unified::add_product", mutates_args={"total"}, device_types="cuda")

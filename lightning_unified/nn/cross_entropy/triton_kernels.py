@@ -1,7 +1,8 @@
 """Triton kernels of the cross-entropy: one program for each row of logits.
 
 A row of 50,000 logits in bfloat16 takes 100 KB. torch's operators read and write it in float32 about ten times. `losses_of_rows` reads
-it once, with the running maximum and sum of an online softmax; `gradient_of_rows` reads and writes it once.
+it once, with the running maximum and sum of an online softmax; `gradient_of_rows` reads and writes it once. `losses_and_gradient_of_rows`
+does both: the second reading of a row comes from the cache.
 
 Reference:
     M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gradient_of_rows", "losses_of_rows"]
+__all__ = ["gradient_of_rows", "losses_and_gradient_of_rows", "losses_of_rows"]
 
 _IGNORED = tl.constexpr(-100)
 _BLOCK = 4096  # entries a program holds at one time: 4 KB to 16 KB in registers, spread over 8 warps
@@ -21,10 +22,7 @@ _WARPS = 8
 
 
 @triton.jit
-def _losses(logits, labels, losses, log_sums, columns, row_stride, label_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row * label_stride)
-    start = logits + row * row_stride
+def _log_sum(start, columns, BLOCK: tl.constexpr):
     greatest = -float("inf")
     total = 0.0
     for first in range(0, columns, BLOCK):
@@ -33,28 +31,52 @@ def _losses(logits, labels, losses, log_sums, columns, row_stride, label_stride,
         higher = tl.maximum(greatest, tl.max(values, 0))
         total = total * tl.exp(greatest - higher) + tl.sum(tl.exp(values - higher), 0)
         greatest = higher
-    log_sum = greatest + tl.log(total)
-    scored = label != _IGNORED
-    offered = (label >= 0) & (label < columns)  # any other label is an error, which the caller reports
-    target = tl.load(start + label, mask=offered, other=float("nan")).to(tl.float32)
-    tl.store(log_sums + row, log_sum)
-    tl.store(losses + row, tl.where(scored, log_sum - target, 0.0))
+    return greatest + tl.log(total)
 
 
 @triton.jit
-def _gradient(logits, labels, log_sums, outer, columns, row_stride, label_stride, outer_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row * label_stride)
-    log_sum = tl.load(log_sums + row)
-    factor = tl.load(outer + row * outer_stride).to(tl.float32)
-    start = logits + row * row_stride
+def _loss(start, label, log_sum, columns):
+    offered = (label >= 0) & (label < columns)  # any other label is an error, which the caller reports
+    target = tl.load(start + label, mask=offered, other=float("nan")).to(tl.float32)
+    return tl.where(label != _IGNORED, log_sum - target, 0.0)
+
+
+@triton.jit
+def _write_gradient(start, label, log_sum, factor, columns, BLOCK: tl.constexpr):
     for first in range(0, columns, BLOCK):
         places = first + tl.arange(0, BLOCK)
         inside = places < columns
         values = tl.load(start + places, mask=inside, other=-float("inf")).to(tl.float32)
         gradient = (tl.exp(values - log_sum) - tl.where(places == label, 1.0, 0.0)) * factor
         gradient = tl.where(label == _IGNORED, 0.0, gradient)
-        tl.store(start + places, gradient.to(logits.dtype.element_ty), mask=inside)
+        tl.store(start + places, gradient.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _losses(logits, labels, losses, log_sums, columns, row_stride, label_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start, label = logits + row * row_stride, tl.load(labels + row * label_stride)
+    log_sum = _log_sum(start, columns, BLOCK)
+    tl.store(log_sums + row, log_sum)
+    tl.store(losses + row, _loss(start, label, log_sum, columns))
+
+
+@triton.jit
+def _gradient(logits, labels, log_sums, outer, columns, row_stride, label_stride, outer_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(outer + row * outer_stride).to(tl.float32)
+    start, label = logits + row * row_stride, tl.load(labels + row * label_stride)
+    _write_gradient(start, label, tl.load(log_sums + row), factor, columns, BLOCK)
+
+
+@triton.jit
+def _losses_and_gradient(logits, labels, losses, columns, row_stride, label_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start, label = logits + row * row_stride, tl.load(labels + row * label_stride)
+    log_sum = _log_sum(start, columns, BLOCK)
+    tl.store(losses + row, _loss(start, label, log_sum, columns))
+    tl.debug_barrier()  # the gradient overwrites the logit that the loss reads
+    _write_gradient(start, label, log_sum, 1.0, columns, BLOCK)
 
 
 def losses_of_rows(logits: Tensor, labels: Tensor, losses: Tensor, log_sums: Tensor) -> None:
@@ -73,3 +95,12 @@ def gradient_of_rows(logits: Tensor, labels: Tensor, log_sums: Tensor, outer: Te
     """
     shape = (logits.shape[1], logits.stride(0), labels.stride(0), outer.stride(0))
     _gradient[(len(logits),)](logits, labels, log_sums, outer, *shape, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def losses_and_gradient_of_rows(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+    """Write each row's loss, and overwrite logits (N, V) by the gradient of the losses' sum.
+
+    `losses` (N) is contiguous and in float32.
+    """
+    shape = (logits.shape[1], logits.stride(0), labels.stride(0))
+    _losses_and_gradient[(len(logits),)](logits, labels, losses, *shape, BLOCK=_BLOCK, num_warps=_WARPS)

@@ -1,0 +1,231 @@
+"""Find a model's output heads, and let them return lazy logits in training."""
+
+import copy
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_unified.nn.lazy_logits.source import HeadCall, Source
+from lightning_unified.nn.lazy_logits.tensor import View, lazy
+from lightning_unified.nn.warn_once import warn_once
+
+__all__ = ["LazyHeads", "obstacles", "output_heads", "rows_of"]
+
+_FORWARD = "forward"
+_SAID: set[str] = set()  # of this process: a plan asks for the heads many times
+_PLAIN = "Its logits are computed at once, as without memory.loss_chunk."
+
+
+def output_heads(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the output heads of the Hugging Face models in `module`, by name.
+
+    A model has one if its class has `loss_function`, and `get_output_embeddings()` returns a submodule.
+    """
+    names = {id(child): name for name, child in module.named_modules()}
+    found: dict[str, nn.Module] = {}
+    for child in module.modules():
+        kind = type(child)
+        if not hasattr(kind, "get_output_embeddings") or not hasattr(kind, "loss_function"):
+            continue
+        try:
+            head = child.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        except (AttributeError, NotImplementedError):  # transformers' answer of a model without a head
+            continue
+        except Exception as error:  # the user's own method: the model trains without lazy logits
+            warn_once(
+                _SAID, f"{kind.__name__}.get_output_embeddings() raised {type(error).__name__}: {error}. {_PLAIN}"
+            )
+            continue
+        if isinstance(head, nn.Module) and id(head) in names:
+            found[names[id(head)]] = head
+    return found
+
+
+def obstacles(module: nn.Module) -> dict[str, str]:
+    """Return why output heads of `module` cannot return lazy logits, by the names of these heads."""
+    compiled = _compiled(module)
+    found = {name: _obstacle(name, head, compiled) for name, head in output_heads(module).items()}
+    return {name: why for name, why in found.items() if why}
+
+
+def rows_of(module: nn.Module) -> int | None:
+    """Return the rows of a chunk if output heads of `module` return lazy logits; None if none does."""
+    forwards = [vars(head).get(_FORWARD) for head in output_heads(module).values()]
+    return next((forward.rows for forward in forwards if isinstance(forward, _StandIn)), None)
+
+
+class LazyHeads:
+    """Let the output heads of a module return lazy logits in training, until `remove`.
+
+    A head's `forward` is replaced on the object. Its class, parameters, hooks and state-dict keys stay. A copy made with
+    `copy.deepcopy`, `pickle` or `torch.save` has the original forward. Without gradients, and in compiled code, a head computes its
+    logits.
+
+    Args:
+        module: A module that holds models with output heads.
+        rows: Rows of logits that the loss computes at one time.
+
+    Attributes:
+        names: The names of the heads.
+        refused: Why other heads stay as they are, by name.
+    """
+
+    def __init__(self, module: nn.Module, rows: int) -> None:
+        said: set[str] = set()
+        self.refused = obstacles(module)
+        heads = {name: head for name, head in output_heads(module).items() if name not in self.refused}
+        self.names = tuple(heads)
+        for name, why in self.refused.items():
+            warn_once(said, f"{name} stays as it is, because {why}. {_PLAIN}")
+        alive: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._stand_ins = [_StandIn(name, head, rows, said=said, alive=alive) for name, head in heads.items()]
+        for stand_in in self._stand_ins:
+            stand_in.install()
+        self._hook = register_optimizer_step_pre_hook(_Settling(alive)) if heads else None
+
+    def remove(self) -> None:
+        """Restore the heads' `forward`; a second call does nothing."""
+        for stand_in in self._stand_ins:
+            stand_in.remove()
+        if self._hook is not None:
+            self._hook.remove()
+        self._stand_ins, self._hook = [], None
+
+
+class _Settling:
+    """Computes logits that someone still holds when an optimizer is about to change weights."""
+
+    def __init__(self, alive: "weakref.WeakSet[Source]") -> None:
+        self._alive = alive
+
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._settle()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # `args` begins with the optimizer
+        if closure is None:
+            return None
+
+        def settled() -> Any:
+            result = closure()
+            self._settle()
+            return result
+
+        if len(args) > 1:
+            return (args[0], settled, *args[2:]), kwargs
+        return args, {**kwargs, "closure": settled}
+
+    def _settle(self) -> None:
+        for source in list(self._alive):
+            source.settle()
+
+
+class _StandIn:
+    """Replacement of one head's `forward`; a copy or a saved file holds the original."""
+
+    def __init__(
+        self, name: str, head: nn.Module, rows: int, *, said: set[str], alive: "weakref.WeakSet[Source]"
+    ) -> None:
+        self._name, self._head, self._said, self._alive = name, head, said, alive
+        self.rows = rows
+        self._own = vars(head).get(_FORWARD)
+        self._forward: Callable[..., Any] = head.forward
+        self._on = True
+
+    def install(self) -> None:
+        vars(self._head)[_FORWARD] = self
+
+    def remove(self) -> None:
+        self._on = False
+        if vars(self._head).get(_FORWARD) is not self:
+            return  # another wrapper lies on top and calls this one
+        if self._own is None:
+            del vars(self._head)[_FORWARD]
+        else:
+            vars(self._head)[_FORWARD] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if len(args) == 1 and not kwargs else None
+        if not self._on or torch.compiler.is_compiling() or not self._trains(hidden):
+            return self._forward(*args, **kwargs)
+        assert isinstance(hidden, Tensor)
+        if why := self._reason_against(hidden):
+            warn_once(self._said, f"{self._name} runs as it is, because {why}. {_PLAIN}")
+            return self._forward(hidden)
+        call = HeadCall(self._head, self._forward, self.rows, _autocast(hidden.device.type), self._said, self._alive)
+        classes, dtype = _result(call, hidden)
+        shape = (*hidden.shape[:-1], classes)
+        source = Source(call, hidden, (), shape)
+        return lazy(View(source, hidden, shape, len(shape) - 1, (), True), dtype)
+
+    def _trains(self, hidden: Any) -> bool:
+        if not isinstance(hidden, Tensor) or hidden.dim() < 2 or not torch.is_grad_enabled() or hidden.is_inference():
+            return False
+        return hidden.requires_grad or any(parameter.requires_grad for parameter in self._head.parameters())
+
+    def _reason_against(self, hidden: Tensor) -> str:
+        """Return why this call must compute its logits; empty if nothing is against lazy ones."""
+        if is_traceable_wrapper_subclass(hidden):
+            return f"its input is a {type(hidden).__name__}"
+        for child in self._head.modules():
+            if child._backward_hooks or child._backward_pre_hooks:
+                return "it has backward hooks, which need its output"
+            if (
+                child is not self._head
+                and type(child).__name__.startswith("Dropout")
+                and child.training
+                and getattr(child, "p", 0)
+            ):
+                return "dropout inside it draws noise, which chunks would draw anew"
+        return ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((self._forward,), 0)
+
+
+def _obstacle(name: str, head: nn.Module, compiled: dict[str, str]) -> str:
+    """Return why a head cannot return lazy logits; empty if it can."""
+    for outer, kind in compiled.items():
+        if name == outer or not outer or name.startswith(f"{outer}."):
+            return f"{kind} is compiled"
+    own = vars(head).get(_FORWARD)
+    if own is not None and not isinstance(own, _StandIn) and getattr(own, "__func__", None) is not type(head).forward:
+        return "its forward was replaced on the object"
+    if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."):
+        return f"{type(head).__name__} is not known to treat each position by itself"
+    if any(is_traceable_wrapper_subclass(parameter) for parameter in head.parameters()):
+        return "its weights are a tensor subclass"
+    return ""
+
+
+def _compiled(module: nn.Module) -> dict[str, str]:
+    """Return the classes of compiled submodules, by name."""
+    found: dict[str, str] = {}
+    for name, child in module.named_modules():
+        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
+            found[name] = type(getattr(child, "_orig_mod", child)).__name__
+    return found
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def _result(call: HeadCall, hidden: Tensor) -> tuple[int, torch.dtype]:
+    """Return the number of classes and the dtype of the logits."""
+    if call.is_linear:
+        head: Any = call.head
+        low = call.autocast if hidden.dtype != torch.float64 else None  # autocast leaves float64 as it is
+        return head.out_features, low or hidden.dtype
+    with torch.no_grad():
+        none = call(hidden.new_empty(0, hidden.shape[-1]), caches=False)
+    return none.shape[-1], none.dtype
