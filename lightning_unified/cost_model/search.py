@@ -96,7 +96,10 @@ def search(
 
 
 def _ranked(fitting: list[tuple[Option, Candidate]]) -> list[Candidate]:
-    """Return the plans that fit, fastest first; of equally fast ones, the one with fewest changes, micro-batches and bytes."""
+    """Return the plans that fit, fastest first.
+
+    Equally fast plans follow by their number of changes, then of micro-batches, then of bytes.
+    """
     fitting = sorted(fitting, key=lambda pair: pair[1].seconds)
     fastest = fitting[0][1].seconds * _EQUAL
 

@@ -46,7 +46,9 @@ def _check_batch(batch: Any) -> None:
 
 
 def check_recompute(given: Any, *, others: tuple[str | None, ...], policies: bool = False) -> None:
-    """Refuse a `recompute` that is neither a bool, nor one of `others`, nor a policy where policies are allowed.
+    """Refuse a `recompute` of a wrong type or value.
+
+    A bool, one of `others`, and a policy, where policies are allowed, are right.
 
     Raises:
         ConfigurationError: With the value and the allowed values.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 
-__all__ = ["Combination", "combinations_to_compare"]
+__all__ = ["Combination", "always_compared", "combinations_to_compare"]
 
 _REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
 _SHARES = (0.5, 0.25, 0.75)  # of the blocks; shares between two of these gain only a few percent of the step time
@@ -56,28 +56,45 @@ def combinations_to_compare(
 ) -> list[Combination]:
     """Return the combinations to compare, in the order in which a search looks at them.
 
-    The user's own combination comes first, then the one that needs the least memory, then the others by expected gain. The list is not
-    the full product: kernels and chunks are combined with no recomputation and with full recomputation only.
+    The user's own combination comes first, then the one that needs the least memory, then the smallest loss chunk alone, then the others
+    by expected gain. The list is not the full product: kernels and chunks are combined with no recomputation and with full recomputation
+    only.
 
     Args:
         precision: Lightning's name.
         policies: The allowed recomputation policies, from the least to the most recomputation.
         kernels: Optimizer kernels that may replace the optimizer's own.
-        chunks: Allowed loss chunks, in rows of logits; None leaves the module as it is.
+        chunks: Allowed loss chunks, in rows of logits, the user's own first; None leaves the module as it is.
     """
-    own = Combination(precision=precision, recompute=policies[0])
-    ends = [policies[0], policies[-1]] if len(policies) > 1 else [policies[0]]
-    found = [Combination(precision=precision, recompute=policy) for policy in (*ends, *_between(policies))]
-    smallest = min((chunk for chunk in chunks if chunk is not None), default=None)
-    for chunk in [chunk for chunk in chunks if chunk is not None]:
+    first, *others = chunks
+    smallest = min((chunk for chunk in others if chunk is not None), default=first)
+    ends = list(dict.fromkeys((policies[0], policies[-1])))
+    found = [
+        Combination(precision=precision, recompute=policy, loss_chunk=chunk)
+        for policy, chunk in ((policies[0], first), (policies[-1], smallest), (policies[0], smallest))
+    ]
+    found += [
+        Combination(precision=precision, recompute=policy, loss_chunk=first) for policy in (*ends, *_between(policies))
+    ]
+    for chunk in others:
         found += [Combination(precision=precision, recompute=policy, loss_chunk=chunk) for policy in ends]
     for kernel in kernels:
-        for chunk in dict.fromkeys((None, smallest)):
+        for chunk in dict.fromkeys((first, smallest)):
             found += [
                 Combination(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
                 for policy in ends
             ]
-    return list(dict.fromkeys([own, *found]))
+    return list(dict.fromkeys(found))
+
+
+def always_compared(combinations: Sequence[Combination]) -> int:
+    """Return how many of the first combinations a search looks at, however long it takes.
+
+    These are the user's own, the one that needs the least memory, and the smallest loss chunk alone.
+    """
+    own, *others = combinations
+    has_chunk = len(others) > 1 and others[1].loss_chunk != own.loss_chunk and others[1].recompute == own.recompute
+    return 3 if has_chunk else 2
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning_unified.cost_model.memory.limit import fits_within
+from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.rates import Rates
@@ -22,12 +23,13 @@ from lightning_unified.cost_model.rates.cost import step_seconds
 from lightning_unified.cost_model.search import Candidate, Choice, Option, search
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
-from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.combinations import Combination, always_compared
+from lightning_unified.planner.row_lengths import RowLengths
 from lightning_unified.planner.step_traces import StepTraces
 
 __all__ = ["Planner", "is_under"]
 
-_LONGEST = 4.0  # seconds; after that, only the user's own combination and the one that needs least are still looked at
+_LONGEST = 4.0  # seconds; after that, only the first combinations are still looked at
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -121,6 +123,22 @@ class Planner:
         found = replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
         return found.within(candidate.reserved_bytes) if candidate.fits else found
 
+    @property
+    def is_light(self) -> bool:
+        """Whether its batch is a light copy, so that keeping the planner keeps no memory of the device."""
+        return self._traces.is_light
+
+    def lengths(self, combination: Combination) -> RowLengths:
+        """Return the step under `combination` at any row length."""
+        return RowLengths(self._traces, combination)
+
+    def within(self, trace: Trace, *, parts: int, limit: int) -> Prediction | None:
+        """Return the prediction for a traced step if it fits within `limit` bytes, else None."""
+        self._begun = time.monotonic()
+        if peak(trace).bytes > limit or not self._fits(trace, limit=limit):
+            return None
+        return self._summary(trace, parts=parts).within(limit)
+
     def could_be_aligned(self, choice: Choice) -> bool:
         """Return whether another split has aligned sizes and the choice has not.
 
@@ -143,8 +161,9 @@ class Planner:
         return kind_of(backend=self._traces.backend, precision=combination.precision, recomputes=combination.recomputes)
 
     def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
+        always = always_compared(combinations)
         for index, combination in enumerate(combinations):
-            if index > 1 and time.monotonic() - self._begun > _LONGEST:
+            if index >= always and time.monotonic() - self._begun > _LONGEST:
                 return
             yield self._option(combination)
 
@@ -158,9 +177,10 @@ class Planner:
         ]
         waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
+        always = always_compared(combinations)
         while waiting:
             _, index, at = heapq.heappop(waiting)
-            if index > 1 and time.monotonic() - self._begun > _LONGEST:
+            if index >= always and time.monotonic() - self._begun > _LONGEST:
                 continue
             yield replace(options[index], split=splits[at])
             if at + 1 < len(splits):

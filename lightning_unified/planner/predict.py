@@ -16,7 +16,7 @@ from lightning_unified.errors import BudgetError, ConfigurationError, DryRunErro
 from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
-from lightning_unified.options.loss_chunk import chunk_choices
+from lightning_unified.options.loss_chunk import AskedChunk, check_chunk, chunk_choices
 from lightning_unified.planner.arguments import check_recompute, check_step_arguments
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
@@ -60,7 +60,7 @@ def predict(
         precision: Lightning's name.
         recompute: The blocks that recompute their activations: True for all, None for the module as it is.
         optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None for the optimizer's own choice on that device.
-        loss_chunk: Rows of logits that the chunked loss computes at a time, for a module that offers one.
+        loss_chunk: Rows of logits that the chunked loss computes at a time, for Hugging Face models and modules that offer one.
         rates: The speeds of the machine; None predicts no seconds.
         trainer: The Trainer of the fit, with its callbacks, clipping and accumulation; None for a default Trainer.
         validation_batch: A whole batch as `validation_step` gets it, to predict `validation` too; None leaves that out.
@@ -96,6 +96,7 @@ def plan(
     precision: str = "32-true",
     recompute: bool | Literal["auto"] = "auto",
     optimizer_kernel: str = "keep",
+    loss_chunk: AskedChunk = "auto",
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
@@ -111,6 +112,7 @@ def plan(
         precision: Lightning's name.
         recompute: Whether all blocks recompute their activations; `"auto"` leaves it open.
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
+        loss_chunk: Rows of logits that the loss computes at a time, `"auto"` to leave it open, or False for the module as it is.
         rates: The speeds of another machine, such as `tabled_rates("m2-16gb")`. None measures a device of this machine once and keeps
             its speeds in the user's cache; measurements of earlier steps correct the predictions, as in a fit. For a device that
             is not here, None takes the published speeds of a typical one, which order plans but predict no times.
@@ -128,13 +130,16 @@ def plan(
     """
     check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
     check_recompute(recompute, others=("auto",))
+    check_chunk(loss_chunk)
     step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
     count = _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
     known, speeds = _speeds(device, rates=rates, calibration=calibration)
     traces = StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
     planner = Planner(traces, calibration=calibration)
-    combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
+    combinations = _combinations(
+        module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
+    )
     choice = planner.choose(combinations, budget_bytes=count, rates=known)
     found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
     alignment = None if calibration is None else calibration.alignment
@@ -154,6 +159,7 @@ def plan_many(
     precision: str = "32-true",
     recompute: bool | Literal["auto"] = "auto",
     optimizer_kernel: str = "keep",
+    loss_chunk: AskedChunk = "auto",
     trainer: L.Trainer | None = None,
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
@@ -164,7 +170,9 @@ def plan_many(
     Raises:
         DryRunError: If the step cannot be traced.
     """
-    combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
+    combinations = _combinations(
+        module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
+    )
     planners: dict[str, Planner] = {}
     plans = {}
     for name, (backend, count, rates) in machines.items():
@@ -180,15 +188,23 @@ def plan_many(
 
 
 def _combinations(
-    module: L.LightningModule, precision: str, *, recompute: bool | Literal["auto"], optimizer_kernel: str
+    module: L.LightningModule,
+    precision: str,
+    *,
+    recompute: bool | Literal["auto"],
+    optimizer_kernel: str,
+    loss_chunk: AskedChunk,
 ) -> list[Combination]:
+    check_chunk(loss_chunk)
     if optimizer_kernel not in ("keep", "auto", *KERNELS):
         raise ConfigurationError(
             f"optimizer_kernel={optimizer_kernel!r} is not offered; choose from keep, auto, {', '.join(KERNELS)}."
         )
     policies = recompute_policies(module) if recompute == "auto" else (_ALL if recompute else _NONE,)
     kernels = KERNELS if optimizer_kernel == "auto" else ()
-    found = combinations_to_compare(precision, policies=policies, kernels=kernels, chunks=chunk_choices(module))
+    found = combinations_to_compare(
+        precision, policies=policies, kernels=kernels, chunks=chunk_choices(module, loss_chunk)
+    )
     if optimizer_kernel in KERNELS:
         found = [replace(combination, optimizer_kernel=optimizer_kernel) for combination in found]
     return found

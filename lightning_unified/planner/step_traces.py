@@ -108,6 +108,11 @@ class StepTraces:
         self._fake_copies: dict[Any, DryRun] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
 
+    @property
+    def is_light(self) -> bool:
+        """Whether the batch lies on no device."""
+        return all(one.device.type in ("cpu", "meta") for one in tensors_in(self._step.batch))
+
     def of(self, combination: Combination, *, bounds: Bounds | None = None) -> TracedSizes:
         """Return the step under `combination` at any micro-batch size.
 
@@ -117,7 +122,7 @@ class StepTraces:
         """
         if combination not in self._sizes:
             self._sizes[combination] = TracedSizes(
-                self._traced(combination),
+                self.dry_run(combination),
                 rows=self.rows,
                 unit=self.unit,
                 row_bytes=self._batch.row_bytes,
@@ -144,7 +149,8 @@ class StepTraces:
         fewest = self.splits[0]
         return Bounds(self._step.module, own, lambda: self.of(own).at(fewest[0], parts=len(fewest)), sizes=fewest)
 
-    def _traced(self, combination: Combination) -> Callable[[int, int, int], Trace]:
+    def dry_run(self, combination: Combination) -> Callable[..., Trace]:
+        """Return a function that traces the step, with the arguments of `DryRuns.step`."""
         step = replace(
             self._step,
             precision=combination.precision,
@@ -153,4 +159,6 @@ class StepTraces:
         )
         dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
         updates, reduction_bytes = self.counted.updates, self.counted.reduction_bytes
-        return lambda *size: adjusted(dry_runs.step(*size), updates=updates, reduction_bytes=reduction_bytes)
+        return lambda *size, **other: adjusted(
+            dry_runs.step(*size, **other), updates=updates, reduction_bytes=reduction_bytes
+        )

@@ -89,6 +89,14 @@ class TracedSizes:
         self._peaks.pop((micro_batch_size, parts), None)
         return self._traces[micro_batch_size, parts]
 
+    def even_traces(self, *, parts: int) -> list[Trace]:
+        """Return the dry runs so far of micro-batches of one size, each of two units or more."""
+        return [
+            trace
+            for (size, of, second), trace in self._own.items()
+            if of == parts and size == second and size >= _FIT[0] * self._unit
+        ]
+
     def distrust_lines(self) -> None:
         """Run every size dry from now on: the step does not follow the lines."""
         self._lines = {1: None, 2: None}

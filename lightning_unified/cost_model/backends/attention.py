@@ -8,7 +8,7 @@ the kernels save queries, keys, values, output and:
 | cuDNN | half precision on Hopper and Blackwell, masks too | log-sum-exp of each query, 4·B·H·Sq bytes; output and gradients have the memory layout of queries, keys and values |
 | flash | half precision without a mask | the same log-sum-exp |
 | efficient | float32; a mask elsewhere | the same, with Sq rounded up to 32 |
-| math | grouped heads in float32, heads of unequal or unaligned size, inputs that are not 4-D, MPS in training | probabilities, B·H·Sq·Sk entries, in float32 for half-precision inputs; with dropout a second such tensor and its mask |
+| math | a mask whose last entries lie apart, grouped heads in float32, heads of unequal or unaligned size, inputs that are not 4-D, MPS in training | probabilities, B·H·Sq·Sk entries, in float32 for half-precision inputs; with dropout a second such tensor and its mask |
 
 Source: the conditions of `select_sdp_backend` and its filters in torch's `transformers/cuda/sdp_utils.cpp` and
 `transformers/attention.cpp`. An H200's allocations under torch 2.11 confirm cuDNN in half precision with and without a mask,
@@ -111,6 +111,7 @@ def _bind(
 def _fused_shapes(call: _Call) -> bool:
     tensors = (call.query, call.key, call.value)
     dense = all(t.dim() == _DENSE and t.numel() > 0 and t.stride(-1) == 1 for t in tensors)
+    dense = dense and (call.mask is None or call.mask.stride(-1) == 1)  # a permuted table of biases has no such stride
     if not dense or len({t.dtype for t in tensors}) > 1 or len({t.shape[0] for t in tensors}) > 1:
         return False
     heads = {t.shape[1] for t in tensors}
@@ -132,7 +133,22 @@ def _cudnn_runs(call: _Call) -> bool:
         and not any(head % _HEAD_MULTIPLE for head in heads)
         and call.key.shape[-2] > 1
         and not (call.query.shape[-2] == 1 and call.dropout)
+        and _cudnn_reads(call)
     )
+
+
+def _cudnn_reads(call: _Call) -> bool:
+    """Return whether cuDNN takes the mask.
+
+    It takes none that is learned, and masks of two or four dimensions that broadcast to the scores.
+
+    Source: `check_attn_mask_shape` in torch's `transformers/sdp_utils_cpp.h`.
+    """
+    if call.mask is None:
+        return True
+    scores = (*call.query.shape[:-1], call.key.shape[-2])
+    fits = all(have in (1, want) for have, want in zip(call.mask.shape[::-1], scores[::-1], strict=False))
+    return not call.mask.requires_grad and call.mask.dim() in (2, _DENSE) and fits
 
 
 def _flash_runs(call: _Call) -> bool:
@@ -235,5 +251,7 @@ def _math(call: _Call) -> Tensor:
     weights = torch.ops.aten._safe_softmax(scores, -1)
     if call.dropout > 0:
         weights = torch.native_dropout(weights, call.dropout, train=True)[0]
+    low = weights.to(call.query.dtype) if half else None  # torch returns the probabilities too
     out = weights @ value
+    del low
     return out.to(call.query.dtype) if half else out

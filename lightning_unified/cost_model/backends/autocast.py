@@ -30,22 +30,30 @@ _RAISED = (
     "frobenius_norm", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss",
     "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
     "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
-    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "cumprod", "cumsum", "prod",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp",
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_trilinear3d", "upsample_bicubic2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
-_RAISED_INSIDE = ("sum", "linalg_vector_norm", "linalg_matrix_norm")  # read half precision, sum in float32
+_RAISED_INSIDE = (
+    "sum",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+)  # read half precision, sum in float32
 _SOFTMAX = ("softmax", "log_softmax")
 _PROMOTED = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )  # fmt: skip
-_LOWERED = ("addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention")
-_CPU_RAISES = (
-    "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "pad", "reflection_pad1d", "reflection_pad2d",
-    "replication_pad1d", "replication_pad2d", "replication_pad3d", "polar", "quantile", "nanquantile", "trace",
-    "ctc_loss",
+_LOWERED = (
+    "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention", "lstm_cell",
+    "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 )  # fmt: skip
+_OF_CAST_PARTS = ("pad", "stft", "istft", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag")
+"""Operations that run others inside, which CPU autocast knows and no other."""
 
 _KEYS = {"cuda": "AutocastCUDA", "rocm": "AutocastCUDA", "mps": "AutocastMPS"}
 
@@ -60,7 +68,7 @@ def casts_of(backend: str) -> Mapping[str, Cast]:
     casts |= {name: _softmax(name, halves=halves) for name in _SOFTMAX if _casts(name, key)}
     casts |= {name: _promoted for name in _PROMOTED if _casts(name, key)}
     casts |= {name: _lowered for name in _LOWERED if _casts(name, key)}
-    casts |= {name: _run for name in _CPU_RAISES if not _casts(name, key)}
+    casts |= {name: _run for name in _cast_on_the_cpu() if not _casts(name, key)}
     casts["cross_entropy_loss"] = _cross_entropy
     return casts
 
@@ -69,6 +77,16 @@ def _casts(name: str, key: str) -> bool:
     return any(
         torch._C._dispatch_has_kernel_for_dispatch_key(each, key) for each in _overloads().get(f"aten::{name}", ())
     )
+
+
+@cache
+def _cast_on_the_cpu() -> Sequence[str]:
+    """Return the operations that CPU autocast knows.
+
+    The target runs the operations it does not know in the dtypes they get.
+    """
+    names = [name.removeprefix("aten::") for name in _overloads() if name.startswith("aten::")]
+    return [*_OF_CAST_PARTS, *(name for name in names if _casts(name, "AutocastCPU"))]
 
 
 @cache

@@ -8,6 +8,8 @@ Autograd then saves the tensors it would save on the target.
 - Dropout: the CPU and MPS save a noise tensor of the input's dtype; CUDA's fused kernel saves a mask of one byte an entry.
   Source: `is_fused_kernel_acceptable` and `_dropout_impl` in torch's `native/Dropout.cpp`. Dropout of whole channels, alpha
   dropout and the in-place forms are the same on every backend.
+- Affine grids: the product inside is lowered by autocast, and so is its result.
+- One-hot rows: torch scatters ones into zeros, but compares on fake tensors. Source: `one_hot` in torch's `native/Onehot.cpp`.
 - RMS normalisation: CUDA and MPS run one kernel, which saves its input, its weight and one float32 a row. The CPU runs a
   chain of operations, which saves three tensors as large as the input. Source: the dispatch of `_fused_rms_norm` in torch's
   `native_functions.yaml` (composite everywhere but on CUDA and MPS); not run on hardware.
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
-__all__ = ["bias_in_place", "fused_dropout", "fused_rms_norm"]
+__all__ = ["bias_in_place", "fused_dropout", "fused_rms_norm", "lowered_affine_grid", "scattered_one_hot"]
 
 _MATRIX = 2
 _ROWS_OF_POSITIONS = 3
@@ -59,6 +61,22 @@ def fused_rms_norm(
     if weight is not None and weight.dtype is not input.dtype:
         return plain(input, normalized_shape, weight, eps)
     return _FusedRmsNorm.apply(input, weight, math.prod(normalized_shape))  # pyright: ignore[reportReturnType]
+
+
+def scattered_one_hot(plain: Callable[..., Any], tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Scatter ones into zeros; `plain` if the number of classes hangs on values."""
+    if num_classes < 1 or not tensor.numel():
+        return plain(tensor, num_classes)
+    return tensor.new_zeros((*tensor.shape, num_classes)).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def lowered_affine_grid(plain: Callable[..., Any], theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
+    """Make a grid in autocast's precision; `plain` without autocast."""
+    if not torch.is_autocast_enabled("cpu"):
+        return plain(theta, size, align_corners)
+    rows, _, *sides = size
+    base = torch.empty(rows, math.prod(sides), len(sides) + 1, dtype=theta.dtype)
+    return torch.bmm(base, theta.transpose(1, 2)).view(rows, *sides, len(sides))
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -9,10 +9,10 @@ of a row, unit of `hidden_size` and direction:
 | GRU | 7·L - 1 | likewise, 864,000,000 bytes for the same batch |
 | plain RNN | 2·L - 1 | judgement by the same rule: gates, states, and outputs between layers |
 
-Dropout between layers adds one bit an entry. The kernel's workspace holds about the weights and twice the gates of one layer.
-That is within 6 % of two LSTMs recorded on an H200 under torch 2.11: 109.5 MiB for 6,400 positions, 512 units and 2 layers;
-351.5 MiB for 8,192, 1024 and 3. The same recordings show the copies: the kernel reads and writes the rows position by
-position, and all weights' gradients are one block. ROCm's MIOpen is taken to behave alike: judgement.
+Dropout between layers adds one bit an entry. An LSTM with projections adds the states before and after the projection of each
+layer (an H200 under torch 2.11, one layer). Autocast runs the kernel in float16, with all weights in one block, also where it
+lowers other operations to bfloat16: `cudnn/AutocastRNN.cpp` in torch, and an H200's allocations. The kernel's workspace is in `kernel_memory/recurrent_workspace.py`. The kernel reads and writes the rows position by position,
+and all weights' gradients are one block. ROCm's MIOpen is taken to behave alike: judgement.
 
 MPS has one kernel for LSTM only, which saves gates, cells and outputs: 6·L, from torch's `mps/operations/RnnOps.mm`. Other
 layers run as a chain of smaller operations on the fake tensors, as on the target. Not run on hardware.
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_unified.cost_model.backends.kernel_memory.recurrent_workspace import Recurrence, workspace_bytes
+
 __all__ = ["cuda_recurrences", "mps_recurrences"]
 
 _ENTRIES = {
@@ -34,7 +36,6 @@ _ENTRIES = {
     "rnn_tanh": lambda layers: 2 * layers - 1,
     "rnn_relu": lambda layers: 2 * layers - 1,
 }
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _BITS = 8
 
 Rule = Callable[..., Any]
@@ -55,15 +56,15 @@ class _Sizes:
 
 def cuda_recurrences() -> dict[str, Rule]:
     """Return the rule of each recurrence, by the name of torch's function."""
-    return {name: _rule(name, _ENTRIES[name], gates=_GATES[name], cast=True) for name in _ENTRIES}
+    return {name: _rule(name, _ENTRIES[name], cast=True) for name in _ENTRIES}
 
 
 def mps_recurrences() -> dict[str, Rule]:
     """Return the rule of LSTM; the other recurrences are chains of operations on MPS too."""
-    return {"lstm": _rule("lstm", lambda layers: 6 * layers, gates=0, cast=False)}
+    return {"lstm": _rule("lstm", lambda layers: 6 * layers, cast=False)}
 
 
-def _rule(name: str, entries: Callable[[int], int], *, gates: int, cast: bool) -> Rule:
+def _rule(name: str, entries: Callable[[int], int], *, cast: bool) -> Rule:
     has_cell = name == "lstm"
 
     def run(_: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
@@ -83,15 +84,33 @@ def _rule(name: str, entries: Callable[[int], int], *, gates: int, cast: bool) -
         rows, out = states[0].shape[1:]
         item = source.element_size()
         entries_a_layer = positions * hidden * directions
+        projected = layers * positions * (hidden + out) * directions if out < hidden else 0
         dropped = (layers - 1) * entries_a_layer // _BITS if dropout else 0
         call = _Sizes(
             output=(*source.shape[:-1], out * directions),
             batch_first=batch_first,
             hidden=(layers * directions, rows, out),
-            cell=(layers * directions, rows, hidden),
+            cell=(layers * directions, rows, hidden) if has_cell else (0,),
             weights=len(weights),
-            reserve=entries(layers) * entries_a_layer * item + dropped if train else 0,
-            workspace=sum(weight.numel() * item for weight in weights) + 2 * gates * entries_a_layer * item,
+            reserve=(entries(layers) * entries_a_layer + projected) * item + dropped if train else 0,
+            workspace=workspace_bytes(
+                Recurrence(
+                    kind=name,
+                    layers=layers,
+                    directions=directions,
+                    rows=rows,
+                    positions=positions,
+                    width=hidden,
+                    inputs=source.shape[-1],
+                    item=item,
+                    weights=sum(weight.numel() for weight in weights if weight.dim() > 1),
+                    packed=packed,
+                    drops=bool(dropout and train),
+                    projected=out if out < hidden else 0,
+                )
+            )
+            if cast
+            else 0,
         )
         results = _Recurrence.apply(call, source, *states, *weights)
         return results if has_cell else results[:2]  # pyright: ignore[reportOptionalSubscript, reportReturnType]
@@ -106,8 +125,29 @@ def _projects(weights: Sequence[Tensor], biases: bool) -> bool:
 def _lowered(
     source: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
-    dtype = torch.get_autocast_dtype("cpu")
-    return source.to(dtype), tuple(state.to(dtype) for state in states), [weight.to(dtype) for weight in weights]
+    """Return the operands in float16, whatever autocast's dtype is, and the weights as parts of one block."""
+    low = list(_Lowered.apply(*weights))  # pyright: ignore[reportArgumentType]
+    states = tuple(state.to(torch.float16) for state in states)
+    return source.to(torch.float16), states, low
+
+
+class _Lowered(torch.autograd.Function):
+    """Copies weights into one block of float16."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        ctx.dtypes = [each.dtype for each in args]
+        block = args[0].new_empty(sum(each.numel() for each in args), dtype=torch.float16)
+        parts = block.split([each.numel() for each in args])
+        return tuple(part.view(each.shape) for part, each in zip(parts, args, strict=True))
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if each is None else each.to(dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
 
 
 class _Recurrence(torch.autograd.Function):
@@ -118,9 +158,8 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         call, source, *rest = args
         given = _by_positions(source, call)
-        output, hidden, cell = (
-            source.new_empty(shape) for shape in (_swapped(call.output, call), call.hidden, call.cell)
-        )
+        output, hidden = (source.new_empty(shape) for shape in (_swapped(call.output, call), call.hidden))
+        cell = source.new_empty(call.cell)
         workspace = source.new_empty(call.workspace, dtype=torch.uint8)
         reserve = source.new_empty(call.reserve, dtype=torch.uint8)
         del workspace, given
@@ -144,9 +183,9 @@ class _Recurrence(torch.autograd.Function):
 def _pass_to_inputs(
     call: _Sizes, gradient: Tensor, source: Tensor, states: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
+    given = _by_positions(source, call)
     written = _by_positions(gradient, call)
     of_source = source.new_empty(_swapped(source.shape, call))
-    given = _by_positions(source, call)
     of_states = [torch.empty_like(state) for state in states]
     source.new_empty(call.workspace, dtype=torch.uint8)
     del written, given

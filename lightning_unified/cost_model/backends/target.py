@@ -17,9 +17,16 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.backends.attention import cuda_attention, mps_attention, rocm_attention
 from lightning_unified.cost_model.backends.autocast import Cast, casts_of
-from lightning_unified.cost_model.backends.fused_kernels import bias_in_place, fused_dropout, fused_rms_norm
+from lightning_unified.cost_model.backends.fused_kernels import (
+    bias_in_place,
+    fused_dropout,
+    fused_rms_norm,
+    lowered_affine_grid,
+    scattered_one_hot,
+)
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
+from lightning_unified.cost_model.backends.recurrent_cells import fused_gru_cell, fused_lstm_cell
 from lightning_unified.nn.cross_entropy import kernels as cross_entropy
 
 __all__ = ["BACKENDS", "mimic"]
@@ -46,7 +53,10 @@ def mimic(backend: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_optimizer_kernels(backend))
         stack.enter_context(replaced(cross_entropy, "fused_on", lambda _: backend == "cuda"))
-        if backend != "cpu":
+        if backend == "cpu":
+            one_hot = partial(scattered_one_hot, torch.nn.functional.one_hot)
+            stack.enter_context(replaced(torch.nn.functional, "one_hot", one_hot))
+        else:
             stack.enter_context(_devices_are_the_cpu("mps" if backend == "mps" else "cuda"))
             for module in _LOOKED_INTO:
                 for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
@@ -60,12 +70,21 @@ def mimic(backend: str) -> Iterator[None]:
 
 def _rules(backend: str) -> dict[str, Callable[..., Any]]:
     if backend == "mps":
-        return {"scaled_dot_product_attention": mps_attention, "rms_norm": fused_rms_norm, **mps_recurrences()}
+        return {
+            "scaled_dot_product_attention": mps_attention,
+            "rms_norm": fused_rms_norm,
+            "one_hot": scattered_one_hot,
+            **mps_recurrences(),
+        }
     return {
         "scaled_dot_product_attention": cuda_attention if backend == "cuda" else rocm_attention,
         "dropout": fused_dropout,
         "linear": bias_in_place,
         "rms_norm": fused_rms_norm,
+        "affine_grid_generator": lowered_affine_grid,
+        "one_hot": scattered_one_hot,
+        "lstm_cell": fused_lstm_cell,
+        "gru_cell": fused_gru_cell,
         **cuda_recurrences(),
     }
 

@@ -31,7 +31,9 @@ _LARGE = 4096 * 8 * _KIB
 _SMALL = 4096 * 2 * _KIB + 16 * 8 * _KIB
 _LARGE_GENERATIONS = {9}  # Hopper; later torch releases added other generations
 _LT_KIB = {"cuda": 1024, "rocm": 76 * 1024}
-_PRODUCTS = re.compile(r"^aten\.(mm|bmm|addmm|baddbmm|addbmm|_addmm_activation|mv|addmv|dot|vdot|linear|matmul)\b")
+_PRODUCTS = re.compile(
+    r"^aten\.(mm|bmm|addmm|baddbmm|addbmm|_addmm_activation|mv|addmv|dot|vdot|linear|matmul|_grouped_mm|_euclidean_dist)\b"
+)
 _WITH_BIAS = re.compile(r"^aten\.(addmm|_addmm_activation|linear)\b")
 
 

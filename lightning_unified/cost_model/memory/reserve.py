@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
@@ -97,7 +97,7 @@ class RunReplay:
         self._first = begin
         self._setup = [event for event in trace.events[:begin] if isinstance(event, Take)]
         self._step = trace.events[begin:]
-        self._moves = [(at, event) for at, event in enumerate(self._step) if not isinstance(event, Work)]
+        self._moves = [at for at, event in enumerate(self._step) if not isinstance(event, Work)]
         self._takes = {event.storage: event for event in trace.events if isinstance(event, Take)}
         self._blocks: dict[int, Block] = {}
         self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -139,12 +139,13 @@ class RunReplay:
     def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
         due = sorted(beginnings, reverse=True)
-        for at, event in self._moves:
+        for at in self._moves:
+            event = self._step[at]
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
             if isinstance(event, Take):
                 self._take(event, index=self._first + at)
-            else:
+            elif isinstance(event, Give):
                 self._give(event.storage)
         for last in reversed(due):
             if last < len(self._step):

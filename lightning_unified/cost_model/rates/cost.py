@@ -22,11 +22,15 @@ _REPEATED = ("forward", "backward")
 """Phases that every micro-batch repeats."""
 
 _AGAIN = 0.9
-"""Judgement: least share of a checkpointed block's operations that is recomputed; those the backward pass does not need are not."""
+"""Judgement: least share of a checkpointed block's operations that is recomputed.
+
+Operations that the backward pass does not need are not recomputed.
+"""
 
 _WATCHED = 2.5
-"""Extra launches an operation costs the host while attention outputs are saved: torch calls Python for each (`TorchDispatchMode`).
+"""Extra launches that an operation costs the host while attention outputs are saved.
 
+torch calls Python for each operation (`TorchDispatchMode`).
 Source: narrow layers under a mode that does nothing, torch 2.13: 14.5 µs an operation instead of 4.2.
 """
 

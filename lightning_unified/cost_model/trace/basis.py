@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Fit", "Size", "fit_monomials", "rounds"]
+__all__ = ["Fit", "Size", "allowance", "fit_monomials", "rounds"]
 
 Floats = NDArray[np.float64]
 Size = tuple[int, int]  # rows, length
@@ -82,7 +82,12 @@ def rounds(fit: Fit, values: Floats) -> NDArray[np.bool_]:
 
     The tolerance is a thousandth of the largest value and 512 bytes.
     """
-    return fit.residuals <= _SHARE * values.max(axis=0) + _BYTES
+    return fit.residuals <= allowance(values.max(axis=0))
+
+
+def allowance(values: Floats) -> Floats:
+    """Return the deviation of each figure that counts as a kernel's rounding: a thousandth and 512 bytes."""
+    return _SHARE * values + _BYTES
 
 
 def _improve(fit: Fit, design: Floats, values: Floats, terms: list[int], open_: NDArray[np.intp]) -> None:

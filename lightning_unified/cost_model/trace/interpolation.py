@@ -17,9 +17,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.cost_model.trace.basis import Size, fit_monomials, rounds
+from lightning_unified.cost_model.trace.basis import Size, allowance, fit_monomials, rounds
 from lightning_unified.cost_model.trace.timeline import MisalignedError, Timeline, align, describe_slot, timeline_of
-from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 
 __all__ = ["Interpolation", "MisalignedError"]
 
@@ -58,7 +58,7 @@ class Interpolation:
         self._fit = fit_monomials(sizes, values)
         _check_births(self._timeline, rounds(self._fit, values), values, sizes)
 
-    def at(self, rows: int, *, length: int | None = None) -> Trace:
+    def at(self, rows: int, *, length: int | None = None, later_rows: int | None = None) -> Trace:
         """Return the trace of a step of micro-batches of `rows`.
 
         At a traced size it equals the given trace, except for the numbers of storages and the order of storages that end
@@ -67,13 +67,17 @@ class Interpolation:
         Args:
             rows: Rows of a micro-batch.
             length: Entries of a row; None is the longest that was traced.
+            later_rows: Rows of every micro-batch but the first; None for `rows`.
 
         Raises:
             ValueError: If the traces do not determine that size.
         """
         size = (rows, max(longest for _, longest in self.sizes) if length is None else length)
         self._refuse(size)
-        first, second = self._fit.at(size).reshape(2, -1).astype(np.int64).tolist()
+        figures = self._fit.at(size).reshape(2, -1)
+        if later_rows not in (None, rows):
+            figures = self._uneven(figures, self._fit.at((later_rows, size[1])).reshape(2, -1))
+        first, second = figures.astype(np.int64).tolist()
         traced = ", ".join(describe_size(known) for known in sorted(self.sizes))
         parts = self._reference.parts
         split = f" in {parts} micro-batches" if parts > 1 else ""
@@ -86,6 +90,39 @@ class Interpolation:
             reads=self._reads,
             notes=(*self._notes, *note),
         )
+
+    def confirm(self, trace: Trace) -> None:
+        """Compare the interpolated step with a trace that it was not made from.
+
+        Raises:
+            MisalignedError: If the trace holds other events, or the bytes of a storage differ by more than a kernel's rounding.
+        """
+        size, timeline = _size(trace), timeline_of(trace)
+        self._refuse(size)
+        align([self._timeline, timeline], ["interpolated sizes", describe_size(size)])
+        found, true = self._fit.at(size)[: len(timeline.slots)], timeline.values()[: len(timeline.slots)]
+        births = timeline.births
+        bad = births[(np.abs(found - true) > allowance(true))[births]]
+        if bad.size:
+            at = int(bad[0])
+            raise MisalignedError(
+                f"at event {at + 1} of {describe_size(size)}, {describe_slot(timeline, at)}: {int(true[at])} bytes, and interpolation "
+                f"gives {int(found[at])}. Trace the step at the size requested."
+            )
+
+    def _uneven(self, first: NDArray[np.float64], later: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the figures of a step whose second micro-batch has other rows than its first.
+
+        Both are on the device from the beginning, so their batch takes the mean of both figures.
+        """
+        slots = self._timeline.slots
+        phases = [slot.phase if isinstance(slot, Work) else "" for slot in slots]
+        turned = phases.index("backward") if "backward" in phases else len(slots)
+        second = next((at for at in range(turned, len(slots)) if phases[at] == "forward"), len(slots))
+        figures = np.where(np.arange(len(slots)) < second, first, later)
+        waiting = [at for at, slot in enumerate(slots) if isinstance(slot, Take) and slot.category == "batch"]
+        figures[:, waiting] = (first[:, waiting] + later[:, waiting]) / 2
+        return figures
 
     def _refuse(self, size: Size) -> None:
         """Raise `ValueError` for a size that the traces do not determine."""

@@ -40,7 +40,7 @@ class DryRun:
         roots = partial(roots_of, spec.module, spec.trainer, (*TRAINING_STEP, *EVALUATION_STEPS))
         self._state = StateWatch(roots, tensors=False)
 
-    def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
+    def run(self, rows: int, parts: int = 1, later_rows: int | None = None, *, length: int | None = None) -> Trace:
         """Return the trace of a step.
 
         If made-up values may have decided a shape, the step is traced once more with other made-up values. Equal allocations in both
@@ -50,13 +50,14 @@ class DryRun:
             rows: Rows of the first micro-batch.
             parts: The number of micro-batches.
             later_rows: Rows of every micro-batch but the first; None for `rows`.
+            length: Positions of a row; None for the step's own.
 
         Raises:
             DryRunError: If the step cannot run without values; the message says where and why.
         """
         if rows < 1 or parts < 1:
             raise DryRunError(f"rows={rows}, parts={parts}: give 1 or more of each.")
-        size = _size(rows, parts, later_rows)
+        size = _size(rows, parts, later_rows, length)
         trace = self._guarded(partial(self._first, size))
         if trace.confidence != "low":
             return trace
@@ -72,7 +73,14 @@ class DryRun:
         return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
 
     def go_on(
-        self, rows: int, parts: int, later_rows: int | None = None, *, recompute: RecomputePolicy | bool | None = None
+        self,
+        rows: int,
+        parts: int,
+        later_rows: int | None = None,
+        *,
+        recompute: RecomputePolicy | bool | None = None,
+        length: int | None = None,
+        batch: Any = None,
     ) -> Trace | None:
         """Trace one more step on the same fake copy.
 
@@ -86,7 +94,7 @@ class DryRun:
         must equal them too: then the size of a step does not decide the state that the next one finds. Growing state, kept batch
         tensors and gradients in another order all fail these comparisons.
 
-        The arguments are those of `run` and `DryRun`.
+        The arguments are those of `run` and `DryRun`. A `batch` replaces the step's own for this trace.
 
         Returns:
             The trace; None if this size needs a dry run of its own.
@@ -94,9 +102,10 @@ class DryRun:
         fit, self._fit = self._fit, None
         if fit is None:
             return None
-        self._recompute = recompute
+        self._recompute, size = recompute, _size(rows, parts, later_rows, length)
         with contextlib.suppress(DryRunError):
-            trace = self._guarded(partial(self._further, fit, _size(rows, parts, later_rows)))
+            templates = self._templates if batch is None else Templates(replace(self._spec, batch=batch))
+            trace = self._guarded(partial(self._further, fit, size, templates))
             if trace.confidence != "low" and fit.recording.is_steady:
                 self._fit = fit
                 return trace
@@ -106,7 +115,7 @@ class DryRun:
         """Return the trace, leave all else unchanged, and turn errors into `DryRunError`."""
         name, noted = type(self._spec.module).__name__, self._state.note()
         try:
-            with untouched():
+            with untouched(compiled=self._spec.compiled):
                 return traced()
         except DryRunError:
             raise
@@ -130,9 +139,9 @@ class DryRun:
             self._fit = fit
         return trace
 
-    def _further(self, fit: FakeFit, size: StepSize) -> Trace:
+    def _further(self, fit: FakeFit, size: StepSize, templates: Templates) -> Trace:
         with fake_world(fit.world):
-            fit.go_on(size, recompute=self._recompute)
+            fit.go_on(size, templates, recompute=self._recompute)
         return self._trace(fit)
 
     def _trace(self, fit: FakeFit) -> Trace:
@@ -182,13 +191,28 @@ class DryRuns:
         self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk)
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
 
-    def step(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
-        """Return the trace of a step; arguments and errors are those of `DryRun.run`."""
-        last = self._last
-        trace = None if last is None else last.go_on(rows, parts, later_rows, recompute=self._recompute)
+    def step(
+        self,
+        rows: int,
+        parts: int = 1,
+        later_rows: int | None = None,
+        *,
+        length: int | None = None,
+        batch: Any = None,
+    ) -> Trace:
+        """Return the trace of a step; arguments and errors are those of `DryRun.run`.
+
+        A `batch` replaces the step's own for this trace.
+        """
+        last, trace = self._last, None
+        if last is not None:
+            trace = last.go_on(rows, parts, later_rows, recompute=self._recompute, length=length, batch=batch)
         if trace is None:
-            last = self._fake_copies[self._key] = DryRun(self._spec, recompute=self._recompute)
-            trace = last.run(rows, parts, later_rows)
+            spec = self._spec if batch is None else replace(self._spec, batch=batch)
+            last = self._fake_copies[self._key] = DryRun(spec, recompute=self._recompute)
+            trace = last.run(rows, parts, later_rows, length=length)
+            if batch is not None:
+                del self._fake_copies[self._key]  # its own batch differs from the step's
         return trace
 
     @property
@@ -197,8 +221,8 @@ class DryRuns:
         return self._fake_copies.get(self._key)
 
 
-def _size(rows: int, parts: int, later_rows: int | None) -> StepSize:
-    return StepSize(rows, parts, rows if later_rows is None else later_rows)
+def _size(rows: int, parts: int, later_rows: int | None, length: int | None) -> StepSize:
+    return StepSize(rows, parts, rows if later_rows is None else later_rows, length)
 
 
 def _allocations(trace: Trace) -> list[int]:

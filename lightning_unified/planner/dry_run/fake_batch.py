@@ -26,7 +26,7 @@ from lightning_unified.step.split.containers import (
 from lightning_unified.step.split.kinds import TENSOR, kind_of
 from lightning_unified.step.split.roles import Role, Roles
 
-__all__ = ["Template"]
+__all__ = ["Template", "row_length"]
 
 _KNOWN = 1 << 18  # entries: larger integer tensors lose their values; lengths, labels and masks keep them
 
@@ -60,7 +60,7 @@ class Template:
         known = shape is not None and self._splitter.refusal(batch, shape.rows) is None
         self.rows = shape.rows if known and shape is not None else None
         self.roles = self._splitter.roles()
-        self.length = None if self.rows is None else _length(batch, self.rows)
+        self.length = None if self.rows is None else row_length(batch, self.rows)
 
     def of(self, rows: int, *, length: int | None, device: torch.device) -> Any:
         """Return a fake batch; call it inside `fake_world`.
@@ -164,7 +164,7 @@ def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
     return strides
 
 
-def _length(batch: Any, rows: int) -> int | None:
+def row_length(batch: Any, rows: int) -> int | None:
     """Return the most frequent second dimension of the batch's integer tensors.
 
     The result is None if there is none.

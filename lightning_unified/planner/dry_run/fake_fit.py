@@ -12,6 +12,8 @@ from torch import nn
 from lightning_unified.cost_model.backends import mimic
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
+from lightning_unified.options.loss_chunk import chunk_of
+from lightning_unified.planner.dry_run.compiled_parts import run_as_compiled
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.fake_batch import Template
 from lightning_unified.planner.dry_run.recording import RecordingCallback
@@ -65,7 +67,6 @@ class FakeFit:
         recording: Starts and ends the recording, and holds its result.
         strategy: The strategy of the dry run.
         trainer: The Trainer of the dry run.
-        length: Positions of a row; None where rows are no sequences.
     """
 
     def __init__(
@@ -78,17 +79,20 @@ class FakeFit:
         world: World,
     ) -> None:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
-        self.length = spec.length or templates.traced.length
         self._settings = spec.trainer_settings()
         plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
         self._copy = self._fake_module(dtype)
-        self._recomputed: CheckpointedBlocks | None = None
-        self.recompute(recompute)
-        if spec.loss_chunk is not None:
-            LossChunk(self._copy, spec.loss_chunk)
         self._places = Places(self._copy)
         world.place = self._places.here
-        self._recorder = Recorder(backend=spec.backend, place=self._places.here, widths=_vocabularies(self._copy))
+        self._recorder = Recorder(
+            backend=spec.backend, place=self._places.here, widths=_vocabularies(self._copy), known=world.known
+        )
+        if spec.compiled:
+            run_as_compiled(self._copy, spec.module, self._recorder)
+        self._recomputed: CheckpointedBlocks | None = None
+        self.recompute(recompute)
+        chunk = spec.loss_chunk or chunk_of(spec.module)  # a copy has the heads' own forward
+        self._chunk = None if chunk is None else LossChunk(self._copy, chunk)
         self.strategy = self._new_strategy()
         self.recording = RecordingCallback(
             self._recorder,
@@ -115,9 +119,9 @@ class FakeFit:
         with self._followed():
             self.trainer.fit(self._copy, **loaders)
 
-    def go_on(self, size: StepSize, *, recompute: RecomputePolicy | bool | None) -> None:
-        """Go on until the recording of one more step ends."""
-        self.size = size
+    def go_on(self, size: StepSize, templates: Templates, *, recompute: RecomputePolicy | bool | None) -> None:
+        """Go on until the recording of one more step ends; its batch comes from `templates`."""
+        self.size, self._templates = size, templates
         self.recording.go_on()
         self.recompute(recompute)
         self.strategy.split(None if size.parts == 1 else size.rows, parts=size.parts)
@@ -134,6 +138,11 @@ class FakeFit:
         if isinstance(policy, bool):
             policy = RecomputePolicy(blocks="all" if policy else 0)
         self._recomputed = None if policy is None else CheckpointedBlocks(self._copy, policy)
+
+    @property
+    def length(self) -> int | None:
+        """Positions of a row; None where rows are no sequences."""
+        return self.size.length or self._spec.length or self._templates.traced.length
 
     @property
     def can_go_on(self) -> bool:
@@ -198,7 +207,7 @@ class FakeFit:
         """Return the next batch; it is one micro-batch until weights have been written once."""
         templates = self._templates
         template = templates.traced if validation or not self._spec.validates else templates.train
-        size, length = self.size, self._spec.length
+        size, length = self.size, self.size.length or self._spec.length
         parts = size.parts if self.strategy.steps else 1
         if parts > 1 and templates.has_encoders:  # the step runs whole, and only its encoders in chunks
             return template.of(template.rows or 1, length=length, device=_DEVICE)

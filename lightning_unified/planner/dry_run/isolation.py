@@ -4,7 +4,6 @@ import contextlib
 import gc
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
+from lightning_unified.planner.dry_run.compiled_parts import uncompiled
 from lightning_unified.step.undo import no_draws
 
 __all__ = ["untouched"]
@@ -20,13 +20,16 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytor
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def untouched(*, compiled: bool = True) -> Iterator[None]:
     """Restore generators, loggers, standard output and garbage collection at the end.
 
     Begin without autocast and inference mode.
 
     The garbage collector is off inside. A real run frees tensors by reference counts, and a collection in the middle of a trace would
     free storages at arbitrary places.
+
+    Args:
+        compiled: Whether the step's compiled functions would run compiled, so that a dry run that calls one is refused.
     """
     with contextlib.ExitStack() as stack:
         # Lightning's `isolate_rng` restores nothing after an error
@@ -38,8 +41,7 @@ def untouched() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))  # the caller may be in the middle of a step
-        if "torch._dynamo" in sys.modules:  # compiled code dispatches no operations to record
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled(refuse=compiled))
         yield
 
 

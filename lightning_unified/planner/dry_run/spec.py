@@ -30,6 +30,7 @@ class StepSpec:
         validates: Whether to trace a validation step in the middle of a fit: optimizer state exists then, and gradients do not.
         train_batch: A batch as `training_step` gets it, if a validation batch differs in structure; the dry run trains on it first.
         is_prepared: Whether the rule `prepare` has been applied to training batches already.
+        compiled: Whether compiled parts of the module run as compiled code; on a simulated machine they run uncompiled.
 
     Raises:
         DryRunError: If the optimizer kernel is unknown.
@@ -48,6 +49,7 @@ class StepSpec:
     validates: bool = False
     train_batch: Any = None
     is_prepared: bool = False
+    compiled: bool = True
 
     def __post_init__(self) -> None:
         if self.optimizer_kernel is not None and self.optimizer_kernel not in KERNELS:
@@ -76,8 +78,10 @@ class StepSize:
         rows: Rows of the first micro-batch.
         parts: The number of micro-batches.
         later_rows: Rows of every micro-batch but the first.
+        length: Positions of a row; None for the step's own.
     """
 
     rows: int
     parts: int
     later_rows: int
+    length: int | None = None

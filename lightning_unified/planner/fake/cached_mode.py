@@ -19,8 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
+
+from lightning_unified.planner.fake.own_kernels import OWN_KERNELS, run_on_zeros
 
 __all__ = ["CachedFakeMode"]
 
@@ -55,6 +63,45 @@ class CachedFakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         if _is_view(func) and self._is_plain(args[0]):
             return self._viewed(func, args, kwargs)
+        key = self._key(func, args, kwargs)
+        if key is None:
+            return self._inferred(func, types, args, kwargs)
+        known = (torch.get_default_dtype(), *key)
+        recipe = self._recipes.get(known)
+        if recipe is not None:
+            return recipe(args)
+        result = self._inferred(func, types, args, kwargs)
+        if known not in self._recipes and len(self._recipes) < _ENTRIES:
+            self._recipes[known] = self._recipe(func, args, kwargs, result, key)
+        return result
+
+    def _inferred(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what torch's mode returns; operations that it refuses get their shapes from `own_kernels`."""
+        own = OWN_KERNELS.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except UnsupportedOperatorException as error:
+            try:
+                shapes = run_on_zeros(func, args, kwargs)
+            except (RuntimeError, NotImplementedError):
+                raise error from None
+            return tree_map_only(Tensor, lambda meta: FakeTensor(self, meta, torch.device("cpu")), shapes)
+
+    def known(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call whose recipe is known, or of a view; else `NotImplemented`.
+
+        The caller disables torch's dispatch to Python, so that the tensors are made without it.
+        """
+        if _is_view(func) and self._is_plain(args[0]):
+            return self._viewed(func, args, kwargs)
+        key = self._key(func, args, kwargs)
+        recipe = None if key is None else self._recipes.get((torch.get_default_dtype(), *key))
+        return NotImplemented if recipe is None else recipe(args)
+
+    def _key(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the signature of a call; None if an argument has none."""
         key: list[Any] = [func]
         try:
             self._describe(args, key)
@@ -62,15 +109,8 @@ class CachedFakeMode(FakeTensorMode):
                 key += kwargs
                 self._describe(kwargs.values(), key)
         except _UnknownError:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        known = (torch.get_default_dtype(), *key)
-        recipe = self._recipes.get(known)
-        if recipe is not None:
-            return recipe(args)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if known not in self._recipes and len(self._recipes) < _ENTRIES:
-            self._recipes[known] = self._recipe(func, args, kwargs, result, key)
-        return result
+            return None
+        return key
 
     def _is_plain(self, value: Any) -> bool:
         """Return whether `value` is a strided fake tensor of this mode, neither constant nor complex.

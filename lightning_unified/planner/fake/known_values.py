@@ -4,7 +4,7 @@ A fake tensor has no storage, yet steps read values: `loss.item()`, `lengths.max
 and counters, therefore carry a real tensor beside them. Each operation on such tensors is executed on the real values too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Read
+from lightning_unified.planner.fake.value_shapes import READS, is_mask, made_up_answer, shaped_by_known
 
 __all__ = ["Answers", "set_value", "tensors_among", "value_of"]
 
@@ -24,7 +25,6 @@ _ENTRIES = 1 << 18  # judgement: larger results are not computed, so that the tr
 _ENDLESS = 20_000  # judgement: a loop that reads as often waits for a value that never comes
 
 aten = torch.ops.aten
-_READ_SCALAR = aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -91,8 +91,8 @@ class Answers(TorchDispatchMode):
         tensors = list(tensors_among((*args, *kwargs.values())))
         values = [self.known(tensor) for tensor in tensors]
         known = all(value is not None for value in values)
-        if func in _READS or (func is aten.index.Tensor and any(map(_is_mask, args[1]))):
-            return (self._answered if known else self._made_up)(func, args, kwargs)
+        if func in READS or (func is aten.index.Tensor and any(map(is_mask, args[1]))):
+            return (self._answered if known else self._shaped)(func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, tuple) and _has_twins(result) and not func._schema.is_mutable:
             result = func(
@@ -103,6 +103,13 @@ class Answers(TorchDispatchMode):
         elif func._schema.is_mutable and any(value is not None for value in values):
             self._forget_written(func, args, kwargs)
         return result
+
+    def concerns(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call may read, carry or overwrite known values."""
+        if func in READS or func is aten.index.Tensor:
+            return True
+        values = (self.known(tensor) is not None for tensor in tensors_among((*args, *kwargs.values())))
+        return any(values) if func._schema.is_mutable else all(values)
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the value of `tensor`.
@@ -155,6 +162,11 @@ class Answers(TorchDispatchMode):
         fakes = [set_value(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), one) for one in values]
         return fakes[0] if isinstance(real, Tensor) else tuple(fakes)
 
+    def _shaped(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return results whose shapes follow from the known part of the arguments, else made-up ones."""
+        shaped = shaped_by_known(func, args, self.known)
+        return self._made_up(func, args, kwargs) if shaped is None else shaped
+
     def _made_up(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._count += 1
         if self._count > _ENDLESS:
@@ -162,7 +174,7 @@ class Answers(TorchDispatchMode):
         length = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) if func is aten.bincount.default else 0
         if length:
             return args[0].new_empty((length,))  # with a given number of bins, no value lies beyond them
-        answer, words, shapes = _made_up_answer(func, args, kwargs, other=self._other)
+        answer, words, shapes = made_up_answer(func, args, kwargs, other=self._other)
         self.note(str(func), words, shapes=shapes)
         return answer
 
@@ -170,79 +182,6 @@ class Answers(TorchDispatchMode):
         """Note a read that was answered with a made-up value."""
         if not self.silent:
             self.reads.append(Read(op=op, place=self._place(), answer=answer, shapes=shapes))
-
-
-def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: bool) -> tuple[Any, str, bool]:
-    """Return a made-up answer, the answer in words, and whether it can decide a shape."""
-    tensor = args[0]
-    if func is _READ_SCALAR:
-        if tensor.dtype == torch.bool:
-            return False, "False", False
-        whole = 3 if other else 1
-        return (1.0, "1.0", False) if tensor.is_floating_point() else (whole, str(whole), True)
-    if func is aten.equal.default:
-        return True, "True", False
-    results = _SHAPING[func](*args, share=2 if other else 1, **kwargs)
-    return results, f"shapes {', '.join(str(list(one.shape)) for one in tensors_among((results,)))}", True
-
-
-def _selected(tensor: Tensor, indices: Sequence[Tensor | None], *, share: int) -> Tensor:
-    """Return the result of `tensor[mask]` if the mask selects one of `share` entries."""
-    before, mask = next((place, index) for place, index in enumerate(indices) if index is not None and _is_mask(index))
-    kept = -(-mask.numel() // share)
-    return tensor.new_empty((*tensor.shape[:before], kept, *tensor.shape[before + mask.dim() :]))
-
-
-def _nonzero(tensor: Tensor, *, share: int) -> Tensor:
-    return tensor.new_empty((-(-tensor.numel() // share), tensor.dim()), dtype=torch.int64)
-
-
-def _masked(tensor: Tensor, mask: Tensor, *, share: int) -> Tensor:
-    return tensor.new_empty((-(-max(tensor.numel(), mask.numel()) // share),))
-
-
-def _unique(tensor: Tensor, *_: Any, share: int, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    entries = (min(share, tensor.numel()),)
-    return (
-        tensor.new_empty(entries),
-        tensor.new_empty(tensor.shape, dtype=torch.int64),
-        tensor.new_empty(entries, dtype=torch.int64),
-    )
-
-
-def _unique_rows(tensor: Tensor, dim: int, *_: Any, share: int, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = min(share, tensor.shape[dim])
-    shape = [rows if index == dim % tensor.dim() else size for index, size in enumerate(tensor.shape)]
-    return (
-        tensor.new_empty(shape),
-        tensor.new_empty((tensor.shape[dim],), dtype=torch.int64),
-        tensor.new_empty((rows,), dtype=torch.int64),
-    )
-
-
-def _repeated(repeats: Tensor, *, share: int, output_size: int | None = None) -> Tensor:
-    return repeats.new_empty((output_size or share * repeats.numel(),), dtype=torch.int64)
-
-
-def _counted(tensor: Tensor, *_: Any, share: int, **__: Any) -> Tensor:
-    return tensor.new_empty((share,))
-
-
-_SHAPING: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked,
-    aten.index.Tensor: _selected,
-    aten._unique2.default: _unique,
-    aten.unique_consecutive.default: _unique,
-    aten.unique_dim.default: _unique_rows,
-    aten.repeat_interleave.Tensor: _repeated,
-    aten.bincount.default: _counted,
-}
-_READS = frozenset({_READ_SCALAR, aten.equal.default, *_SHAPING} - {aten.index.Tensor})
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _is_small(result: Any) -> bool:

@@ -10,7 +10,8 @@ Memory that a backend's kernel takes without a tensor (`hidden_bytes`) is added 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         widths: Sizes of dimensions that mark a tensor as logits.
+        known: Returns the result of a call without dispatching it, or `NotImplemented`; None dispatches every call.
 
     Attributes:
         phase: The phase of the operations that follow.
@@ -80,12 +82,34 @@ class Recorder(TorchDispatchMode):
         backend: str,
         place: Callable[[], str] = str,
         widths: Iterable[int] = (),
+        known: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()
+        self._known = known
         self.phase: Phase = "setup"
         self._backend, self._place = backend, place
         self._storages = Storages(widths)
         self._facts: dict[Any, _Facts] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self, *, paused: bool) -> Iterator[None]:
+        """Note nothing inside the block if `paused` is true."""
+        before, self._is_paused = self._is_paused, paused or self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def note_fused(self, results: Sequence[Tensor], *, moved: int) -> None:
+        """Note a fused kernel that stores `results`, and reads and writes `moved` bytes."""
+        if self._is_paused:
+            return
+        if self._storages.events is not None:
+            dtype = next((str(one.dtype).removeprefix("torch.") for one in results if one.is_floating_point()), "")
+            self._storages.events.append(Work("fused", self.phase, self._place(), 0, moved, dtype))
+        for tensor in _strided(results):
+            self._storages.enter(tensor, self.phase)
 
     @property
     def lives(self) -> list[Lives]:
@@ -138,8 +162,16 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # torch reads the device of every tensor very often
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # reading a tensor's shape is no call of the step
+            return self._recorded(func, args, kwargs or {})
+
+    def _recorded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run a call and note it."""
+        if self._is_paused:
+            return func(*args, **kwargs)
+        result = NotImplemented if self._known is None else self._known(func, args, kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
         storages = self._storages
         storages.forget_sum()
         facts = self._facts.get(func)

@@ -175,7 +175,8 @@ class Storages:
         result, _, index = self._sum
         self._sum = None
         del self.events[index]
-        key = next(key for key, storage in self.live.items() if storage is result)
+        # the sum began last, or nearly
+        key = next(key for key, storage in reversed(self.live.items()) if storage is result)
         self.live[key] = term
 
 

@@ -16,6 +16,8 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.errors import UndoError
+from lightning_unified.nn.compiled import compiled_parts
+from lightning_unified.planner.dry_run.compiled_parts import noticed
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.undone_run import Undone, gradient_of_step
@@ -46,11 +48,15 @@ class BatchSizeProbe:
 
     A line through the last two peaks, with the bytes that the optimizer state will add, then gives the size that fits the budget.
     Everything a run changes is put back, as after the exactness check. Dropout is off meanwhile, so its masks are not counted.
+
+    Where code is compiled, each size runs once before it is measured: compilation takes memory of its own. The first size is then two
+    units, because a graph for a single row serves no other size.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
         self._trainer, self._policy = trainer, policy
         self._splitter = policy.batches.splitter("fit")
+        self._compiles = bool(compiled_parts(trainer.lightning_module))
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> ProbeResult | None:
         """Return the size that fits.
@@ -59,10 +65,15 @@ class BatchSizeProbe:
         """
         room = self._policy.watch.room()
         points: list[tuple[int, int]] = []
-        rows, unit = max(self._policy.sizes.unit, self._policy.sizes.least), self._policy.sizes.unit
+        unit = self._policy.sizes.unit
+        rows = max(2 * unit if self._compiles and shape.rows >= 4 * unit else unit, self._policy.sizes.least)
         budget = self._policy.watch.bytes if room is None else room
         while rows <= shape.rows:
-            peak = self._peak(partial(step, self._splitter.split(batch, 0, rows, rows=shape.rows)))
+            with noticed() as compiled:
+                peak = self._peak(partial(step, self._splitter.split(batch, 0, rows, rows=shape.rows)))
+            if compiled and not self._compiles:  # a function that no module holds: begin anew
+                self._compiles = True
+                return self.run(batch, shape, step=step)
             if peak is None:
                 break
             points.append((rows, peak + self._missing_state()))
@@ -88,13 +99,15 @@ class BatchSizeProbe:
     def _peak(self, step: Callable[[], ClosureResult]) -> int | None:
         """Return the peak of a run, in bytes; None if memory ran out, or no counter reports it."""
         watch = self._policy.watch
-        watch.release()
-        watch.count_anew()
 
         def run() -> None:
             with Undone(self._trainer):
                 gradient_of_step(self._trainer, step)
 
+        if self._compiles and caught(run)[1] is not None:
+            return None
+        watch.release()
+        watch.count_anew()
         _, reason = caught(run)
         peak = watch.measured_peak().bytes
         watch.release()

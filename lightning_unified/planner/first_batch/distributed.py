@@ -104,6 +104,11 @@ class DistributedPlanning(StepPlanning):
         else:
             self._mine = decision
 
+    @override
+    def plan_length(self, batch: Any, shape: BatchShape) -> bool:
+        """Return False: ranks differ in the lengths they have seen, so each length is planned by itself."""
+        return False
+
     def agree(self, shape: BatchShape | None) -> None:
         """Agree on memory options and sizes with the other ranks, once at the first batch."""
         if self._has_agreed:

@@ -19,6 +19,7 @@ from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.errors import BudgetError, DryRunError, UndoError
 from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planner.first_batch.batch_size_probe import probe_sizes
+from lightning_unified.planner.first_batch.gather import compile_cost
 from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.first_batch.predicted_memory import PredictedMemory
 from lightning_unified.planner.first_batch.step_budget import StepBudget
@@ -73,7 +74,8 @@ class FirstStep:
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         """Plan for `batch` if its kind or its row length is new.
 
-        For shorter rows, plan only a larger micro-batch size.
+        For another row length, plan only the micro-batch size, from known traces where they determine it. Longer rows that they do not
+        determine get a plan of their own.
 
         The rule `prepare` has been applied to the batch. Its shape is None if it has no row dimension.
 
@@ -82,13 +84,10 @@ class FirstStep:
             UndoError: If planning changed state that cannot be restored.
         """
         watch, elements = self._policy.watch, 1 if shape is None else shape.elements
-        if self._kinds.covers(batch, elements):
-            if shape is not None and self.planning.leaves_rows_unused(shape):
-                with activity("planning shorter rows"):
-                    self.planning.plan_shorter(batch, shape)
-                if watch.counts_process:
-                    watch.release()
-                    watch.count_anew()
+        covered = self._kinds.covers(batch, elements)
+        if covered and (shape is None or not self.planning.leaves_rows_unused(shape)):
+            return
+        if shape is not None and self._kinds.knows(batch) and self._plan_length(batch, shape, covered=covered):
             return
         if self._kinds.add(batch, elements):
             self._begin_kind()
@@ -113,15 +112,42 @@ class FirstStep:
                 found = probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
             self.planning.reason = f"not predicted: {why}; {found}"
 
+    def _plan_length(self, batch: Any, shape: BatchShape, *, covered: bool) -> bool:
+        """Plan the micro-batch size for another row length; return False if longer rows need a plan of their own."""
+        watch = self._policy.watch
+        with activity("planning another row length"):
+            planned = not self._generation and self.planning.plan_length(batch, shape)
+            if covered and not planned:
+                self.planning.plan_shorter(batch, shape)
+        if planned and not covered:
+            self._kinds.add(batch, shape.elements)
+        if watch.counts_process:
+            watch.release()
+            watch.count_anew()
+        return planned or covered
+
     def _plan_all(self, batch: Any, shape: BatchShape | None) -> None:
         """Plan the training step, the generation before it and the validation step."""
         planning = self.planning
         planning.plan_beside_kept(batch, shape)
+        if self._compiles():
+            planning.plan_beside_kept(batch, shape)
         if planning.prediction is not None:
             planning.prediction, self._generation = with_generation(
                 planning.prediction, self._module, batch, precision=self._precision
             )
         self.validation.training_planned(batch, limit=self.budget.left, factor=self.memory.factor)
+
+    def _compiles(self) -> bool:
+        """Decide about compilation; return whether the blocks are compiled from now on."""
+        policy, prediction = self._policy, self.planning.prediction
+        if not policy.compilation.is_open or prediction is None:
+            return False
+        cost = compile_cost(self._trainer, policy, step_seconds=prediction.seconds)
+        if not policy.compilation.decide(cost):
+            return False
+        policy.recomputation.reapply()
+        return True
 
     def _begin_kind(self) -> None:
         """Discard the sizes found for other kinds of batches, and keep their predicted peak.
@@ -195,6 +221,10 @@ class BatchKinds:
     def any(self) -> bool:
         """Whether any batch has a plan."""
         return bool(self._longest)
+
+    def knows(self, batch: Any) -> bool:
+        """Return whether a batch of this kind has a plan."""
+        return self._of(batch) in self._longest
 
     def covers(self, batch: Any, elements: int) -> bool:
         """Return whether rows of this kind that are as long, or longer, have a plan."""

@@ -1,5 +1,6 @@
 """Read the inputs of the decision from a run: memory options, speeds, and the planner."""
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -7,6 +8,7 @@ import lightning as L
 
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration
+from lightning_unified.options import CompileCost
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.step_budget import StepBudget
@@ -17,7 +19,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["RunSpeeds", "open_combinations", "planner_of"]
+__all__ = ["RunSpeeds", "compile_cost", "open_combinations", "planner_of"]
 
 
 def planner_of(
@@ -28,8 +30,12 @@ def planner_of(
     *,
     calibration: Calibration | None,
     budget: StepBudget,
+    rates: Rates | None = None,
 ) -> Planner:
-    """Return the planner of a batch, within the sizes that the policy allows."""
+    """Return the planner of a batch, within the sizes that the policy allows.
+
+    It predicts seconds if it gets `rates`.
+    """
     watch, light = policy.watch, outline(batch)
     step = StepSpec(
         module=trainer.lightning_module,
@@ -37,6 +43,7 @@ def planner_of(
         is_prepared=True,
         backend=watch.reading().backend,
         trainer=trainer,
+        compiled=watch.machine is None,
     )
     limits = SizeLimits(
         unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
@@ -48,7 +55,17 @@ def planner_of(
         reduction_bytes=budget.reduction_bytes,
         mmap_threshold=watch.mmap_threshold,
     )
-    return Planner(StepTraces(step, limits=limits, counted=counted), calibration=calibration)
+    return Planner(StepTraces(step, limits=limits, counted=counted), rates=rates, calibration=calibration)
+
+
+def compile_cost(trainer: L.Trainer, policy: MemoryPolicy, *, step_seconds: float | None) -> CompileCost:
+    """Return the figures that decide whether this fit compiles its blocks."""
+    steps = trainer.estimated_stepping_batches
+    return CompileCost(
+        device=policy.watch.reading().backend,
+        step_seconds=step_seconds,
+        steps=None if math.isinf(steps) or steps < 0 else int(steps) - trainer.global_step,
+    )
 
 
 def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Combination]:

@@ -22,6 +22,7 @@ from lightning_unified.planner.first_batch.decide import (
     trusted,
 )
 from lightning_unified.planner.first_batch.gather import RunSpeeds, open_combinations, planner_of
+from lightning_unified.planner.first_batch.lengths import PlannedLengths
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
@@ -77,6 +78,7 @@ class StepPlanning:
         self._trainer, self._policy, self._budget, self._precision = trainer, policy, budget, precision
         self._combination: Combination | None = None
         self._begun = 0.0
+        self._lengths: PlannedLengths | None = None
         self.prediction: Prediction | None = None
         self.reason = "no batch has run yet"
         self.alternatives: tuple[Candidate, ...] = ()
@@ -139,19 +141,64 @@ class StepPlanning:
         if shape is not None and plan.refused is not None:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
             self._policy.sizing.is_planned = True
+        self._lengths = None
+        if plan.parts > 1 and decision.planner.is_light:
+            self._lengths = PlannedLengths(
+                decision.planner, plan.combination, policy=self._policy, module=self._trainer.lightning_module
+            )
 
     def leaves_rows_unused(self, shape: BatchShape) -> bool:
         """Return whether shorter rows may fit in larger micro-batches than the plan sets."""
         sizes = self._policy.sizes
-        was_asked = shape.elements in self.shorter or len(self.shorter) >= _SHORTER
         is_known = self.prediction is None or sizes.runs_whole or sizes.is_proven(shape)
-        return not was_asked and not is_known and not self._policy.splits.refuses(shape.rows)
+        return shape.elements not in self.shorter and not is_known and not self._policy.splits.refuses(shape.rows)
+
+    @property
+    def largest_of_lengths(self) -> Prediction | None:
+        """The prediction with the most bytes among the lengths that needed no dry run; None without any."""
+        return None if self._lengths is None else self._lengths.largest
+
+    def plan_length(self, batch: Any, shape: BatchShape) -> bool:
+        """Plan the micro-batch size for rows of another length from known traces, with the present options.
+
+        Returns:
+            Whether rows of this length have a size now. Otherwise they need dry runs of their own.
+        """
+        lengths = self._lengths
+        if lengths is None or self.prediction is None or self._policy.splits.refuses(shape.rows) or not lengths.hold:
+            return False
+        began = time.monotonic()
+        try:
+            found, is_new = lengths.plan(batch, shape, limit=self._budget.left)
+        except UndoError:
+            raise
+        except Exception as error:  # in the module or the planner: each length then gets its own dry runs
+            self._lengths = None
+            self._policy.events.append(f"each row length is traced by itself: {error}")
+            log.info("%s", self._policy.events[-1])
+            return False
+        if found is None:
+            return False
+        if found.reserved_bytes > self.prediction.reserved_bytes:
+            self.prediction = replace(found, seconds=None)
+        sizes = self._policy.sizes
+        if found.parts > 1 and sizes.micro_batch_size(shape) != found.rows:
+            self._set_size(shape, found.rows, refused=more_rows(shape.rows, found.parts))
+        if is_new:
+            seconds = format_duration(time.monotonic() - began)
+            self._policy.events.append(
+                f"another row length planned in {seconds} from known traces: micro-batch size {found.rows}"
+            )
+            log.info("%s", self._policy.events[-1])
+        return True
 
     def plan_shorter(self, batch: Any, shape: BatchShape) -> None:
         """Plan the micro-batch size for shorter rows, with the memory options that are set.
 
         The run keeps its main plan.
         """
+        if len(self.shorter) >= _SHORTER:
+            return
         self.shorter[shape.elements] = None
         if self._combination is None or self.speeds is None:
             return
@@ -178,7 +225,16 @@ class StepPlanning:
         log.info("%s", self._policy.events[-1])
 
     def _planner(self, batch: Any, shape: BatchShape | None) -> Planner:
-        return planner_of(self._trainer, self._policy, batch, shape, calibration=self.calibration, budget=self._budget)
+        asks_time = self._policy.compilation.is_open
+        return planner_of(
+            self._trainer,
+            self._policy,
+            batch,
+            shape,
+            calibration=self.calibration,
+            budget=self._budget,
+            rates=None if self.speeds is None or not asks_time else self.speeds.rates,
+        )
 
     def _decided(
         self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None

@@ -84,5 +84,10 @@ class PredictedMemory:
     @property
     def _predictions(self) -> list[Prediction]:
         planning = self._planning
-        known = (planning.prediction, self._validation.prediction, *planning.shorter.values())
+        known = (
+            planning.prediction,
+            planning.largest_of_lengths,
+            self._validation.prediction,
+            *planning.shorter.values(),
+        )
         return [one for one in known if one is not None]

@@ -28,8 +28,11 @@ class Call:
 
 
 Order = tuple[int, ...]
-"""Memory events of a call: bytes of a block that is taken (0 for none), `BACK` where the latest block is given back, `RESULT` where
-the next result is taken. Results without an entry come first; blocks without a `BACK` end with the call."""
+"""Memory events of a call, in order.
+
+A number is the bytes of a block that the call takes (0 for none). `BACK` frees the latest block; `RESULT` takes the next result.
+Results without an entry come first; blocks without a `BACK` end with the call.
+"""
 
 Repair = Callable[[Call], int | Order]
 Kept = Callable[[Call], int]

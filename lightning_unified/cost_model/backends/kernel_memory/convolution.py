@@ -7,6 +7,10 @@ channels rounded up to 16 bytes. The workspace is taken after the result and giv
 The gradients of input and weight are two passes, one after the other. The weight's gradient sums over all positions. If it
 has fewer tiles than the GPU has multiprocessors, several of these share a tile, each with its own float32 sum.
 
+Each pass first copies an input or a gradient that lies in neither layout, such as a slice of channels. Convolutions with a group
+for each channel run in torch's own kernels, without a workspace: `use_cudnn_depthwise` in torch's `native/Convolution.cpp`;
+an H200's allocations.
+
 Not copied are: a weight of one point, which is the same in both layouts; operands of a product (one point, no stride);
 operands in channels-last; inputs of few channels, in most kernels; inputs of a one-point kernel with a stride, unless it is
 wide.
@@ -95,10 +99,10 @@ def cuda_convolution(call: Call) -> Order:
     """Return the workspace of a convolution, taken after its result."""
     source, weight, stride, transposed = call.args[0], call.args[1], call.args[3], call.args[6]
     one = _pass(source, weight, call.results[0], stride, transposed=transposed)
-    if not _on_tensor_cores(source):
-        return ()
-    found = _backward_data(one) if transposed else _forward(one)
-    return RESULT, found
+    copies = _copies(source)
+    if _has_no_workspace(source, weight, groups=call.args[8], transposed=transposed):
+        return (*copies, RESULT) if copies else ()
+    return *copies, RESULT, _backward_data(one) if transposed else _forward(one)
 
 
 def cuda_convolution_backward(call: Call) -> Order:
@@ -109,14 +113,32 @@ def cuda_convolution_backward(call: Call) -> Order:
     gradient, source, weight, stride = call.args[0], call.args[1], call.args[2], call.args[4]
     transposed, mask = call.args[7], call.args[10]
     one = _pass(source, weight, gradient, stride, transposed=transposed)
-    if not _on_tensor_cores(source):
+    plain = _has_no_workspace(source, weight, groups=call.args[9], transposed=transposed)
+    of_gradient, of_both = _copies(gradient), _copies(gradient, source)
+    if plain and not of_both:
         return ()
     order: list[int] = []
     if mask[0]:
-        order += [RESULT, _forward(one) if transposed else _backward_data(one), BACK]
+        found = 0 if plain else _forward(one) if transposed else _backward_data(one)
+        order += [*of_gradient, RESULT, found, BACK, *[BACK] * len(of_gradient)]
     if mask[1]:
-        order += [RESULT, _backward_weight(one), BACK]
+        order += [*of_both, RESULT, 0 if plain else _backward_weight(one), BACK, *[BACK] * len(of_both)]
     return (*order, RESULT) if mask[2] else tuple(order)
+
+
+def _copies(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the bytes of a copy of each tensor that lies in no layout that kernels read."""
+    return tuple(byte_count(each) for each in tensors if not (each.is_contiguous() or is_channels_last(each)))
+
+
+def _has_no_workspace(source: Tensor, weight: Tensor, *, groups: int, transposed: bool) -> bool:
+    return not _on_tensor_cores(source) or _is_depth_wise(source, weight, groups=groups, transposed=transposed)
+
+
+def _is_depth_wise(source: Tensor, weight: Tensor, *, groups: int, transposed: bool) -> bool:
+    """Return whether torch's own kernels run: a group for each channel, in torch's default layout."""
+    own = groups > 1 and groups == source.shape[1] and weight.shape[0] % groups == 0
+    return own and not transposed and not is_channels_last(source)
 
 
 def is_channels_last(source: Tensor) -> bool:

@@ -6,12 +6,15 @@ names the allocations of an H200 under torch 2.11 that confirm it.
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from lightning_unified.cost_model.backends.device import multiprocessors
 from lightning_unified.cost_model.backends.kernel_memory.calls import (
     BACK,
     FLOAT,
     HALF,
+    RESULT,
     Call,
     Order,
     Repair,
@@ -29,6 +32,9 @@ _SORT_IN_PLACE_UP_TO = 4096
 _BESIDE = 256  # bytes of cuDNN's workspace beyond its accumulators
 _BLOCK = 64  # queries, and entries of a head, of a block in the efficient kernel's backward pass
 _LOCK_BYTES = 16
+_TOPK_BLOCKS = ((19, 20_000), (40, 10_000), (79, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
+"""Most rows, and least entries of a row, that `topk` searches in blocks; 400 entries for more rows."""
+_TOPK_DIGITS, _TOPK_THREADS, _TOPK_BLOCKS_A_MULTIPROCESSOR = 256, 256, 6
 
 
 def _flash_backward(call: Call) -> int:
@@ -135,6 +141,56 @@ def _sort(call: Call) -> int:
     return source.numel() * (source.element_size() + _LONG) if longest > _SORT_IN_PLACE_UP_TO else 0
 
 
+def _topk(call: Call) -> Order:
+    """Return the counts of digits by which blocks search many rows at once.
+
+    These are two tables of 256 entries for each block and row.
+
+    Source: `should_use_multiblock`, `get_items_per_thread` and `launch` in torch's `cuda/TensorTopK.cu`; an H200's allocations
+    confirm it for one block a row.
+    """
+    source, dim = call.args[0], call.args[2]
+    length = source.shape[dim] if source.dim() else 1
+    rows = source.numel() // max(length, 1)
+    if length < next((least for most, least in _TOPK_BLOCKS if rows <= most), 400):
+        return ()
+    items = -(-length * rows // (multiprocessors() * _TOPK_BLOCKS_A_MULTIPROCESSOR * _TOPK_THREADS))
+    blocks = -(-length // (_TOPK_THREADS * min(max(items, 4), 64)))
+    digits = rows * blocks * _TOPK_DIGITS
+    return RESULT, RESULT, 2 * digits, FLOAT * digits
+
+
+def _euclidean_distances(call: Call) -> Order:
+    """Return the squares of both operands, then both with two more columns.
+
+    The latter live while the product is computed.
+
+    Source: `_euclidean_dist` in torch's `native/Distance.cpp`; an H200's allocations confirm it.
+    """
+    squares, wide = [], []
+    for each in call.args[:2]:
+        columns = max(each.shape[-1], 1)
+        squares += [byte_count(each), BACK]
+        wide.append(byte_count(each) // columns * (columns + 2))
+    return *squares, byte_count(call.args[0]) + wide[0], BACK, *wide, RESULT
+
+
+def _converted(call: Call) -> Order:
+    """Return the bytes of a copy of the input in the result's dtype; sums read half precision without one.
+
+    Source: `make_reduction_from_ty` and `impl_func_cum_ops` in torch's `native/ReduceOps.cpp`; an H200's allocations of sums of
+    booleans.
+    """
+    source, result = call.args[0], call.results[0]
+    same = source.dtype is result.dtype
+    return () if same else (RESULT, source.numel() * result.element_size())
+
+
+def _summed(call: Call) -> Order:
+    lowered = call.args[0].dtype in HALF and call.results[0].dtype is torch.float32
+    return () if lowered else _converted(call)
+
+
 _UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
 
 CUDA_TEMPORARIES: Mapping[str, Repair] = {
@@ -148,6 +204,12 @@ CUDA_TEMPORARIES: Mapping[str, Repair] = {
     "aten.index_put": _accumulating_put,
     "aten.index_put_": _accumulating_put,
     "aten.sort": _sort,
+    "aten.topk": _topk,
+    "aten._euclidean_dist": _euclidean_distances,
+    "aten.sum": _summed,
+    "aten.prod": _summed,
+    "aten.cumsum": _converted,
+    "aten.cumprod": _converted,
     "aten.convolution": cuda_convolution,
     "aten.convolution_backward": cuda_convolution_backward,
 }

@@ -84,10 +84,16 @@ def _in_a_row(call: Call) -> int:
     return sum(byte_count(each) for each in tensors if not each.is_contiguous())
 
 
+def _backward_variables(call: Call) -> int:
+    """Return the bytes of the backward variables of a CTC loss, as many as its forward variables."""
+    return byte_count(call.args[6])
+
+
 # Composite operations, and formulas shared by all backends.
 _ANYWHERE: Mapping[str, Repair] = {
     "aten._safe_softmax": _probabilities_are_tested,
     "aten.logsumexp": _exponentials,
+    "aten._ctc_loss_backward": _backward_variables,
     "aten.native_layer_norm": _in_a_row,
     "aten.native_layer_norm_backward": _in_a_row,
     "aten.mse_loss": _losses,
@@ -108,6 +114,7 @@ _SHRUNK: Mapping[str, Kept] = {
 
 # Operations that copy operands before they allocate results, unless the formula states an order.
 _FIRST = (
+    "aten._ctc_loss_backward",
     "aten.native_layer_norm",
     "aten.native_layer_norm_backward",
     "aten.convolution",

@@ -1,0 +1,99 @@
+"""Compiled code in a dry run: compiled modules run as their graphs, and other compiled functions end it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_unified.cost_model.backends.patching import replaced
+from lightning_unified.errors import DryRunError
+from lightning_unified.nn.compiled import COMPILED_CALL, compiled_parts
+from lightning_unified.options import compiled_only_in_training
+from lightning_unified.planner.fake.compiled import CompiledCall
+from lightning_unified.planner.fake.recorder import Recorder
+
+__all__ = ["noticed", "run_as_compiled", "uncompiled"]
+
+_DYNAMO = "torch._dynamo.eval_frame"
+_FUNCTION = "_torchdynamo_orig_callable"  # torch sets it on the functions that `torch.compile` returns
+
+
+def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> None:
+    """Let the compiled parts of a fake copy run as graphs.
+
+    These are the modules that are compiled in `live`, and the compiled functions that its modules hold as attributes.
+
+    Args:
+        copy: The fake copy; a copy of a compiled module is not compiled.
+        live: The module it is a copy of.
+        recorder: Notes the operations.
+    """
+    dynamo = sys.modules.get(_DYNAMO)
+    if dynamo is None:
+        return
+    graphs: dict[Any, Any] = {}
+    for owner in copy.modules():
+        held = () if isinstance(owner, dynamo.OptimizedModule) else list(vars(owner).items())
+        for name, value in held:
+            if hasattr(value, _FUNCTION) and not hasattr(type(owner), name):
+                vars(owner)[name] = CompiledCall(getattr(value, _FUNCTION), recorder=recorder, graphs=graphs)
+    for name, part in compiled_parts(live).items():
+        fake: Any = copy.get_submodule(name)
+        if isinstance(fake, dynamo.OptimizedModule):
+            inner, slot = fake._orig_mod, "forward"
+        else:
+            inner, slot = fake, COMPILED_CALL
+        vars(fake)[slot] = CompiledCall(
+            inner._call_impl,
+            module=inner,
+            recorder=recorder,
+            graphs=graphs,
+            only_with_gradients=compiled_only_in_training(part),
+        )
+
+
+@contextmanager
+def noticed() -> Iterator[list[str]]:
+    """Yield a list that receives the backend of each call of a function that `torch.compile` compiled."""
+    dynamo, backends = sys.modules.get(_DYNAMO), []
+    if dynamo is None:
+        yield backends
+        return
+    choose = dynamo._callback_from_stance
+
+    def noted(callback: Any) -> Any:
+        if callback not in (None, False):
+            backends.append(_backend_of(callback))
+        return choose(callback)
+
+    with replaced(dynamo, "_callback_from_stance", noted):
+        yield backends
+
+
+@contextmanager
+def uncompiled(*, refuse: bool) -> Iterator[None]:
+    """Run compiled functions uncompiled inside the block; a dispatch mode sees no operations of compiled code.
+
+    Args:
+        refuse: Whether to raise at the end of the block if there were any.
+
+    Raises:
+        DryRunError: If a function ran that `torch.compile` would have compiled.
+    """
+    with torch.compiler.set_stance("force_eager") if _DYNAMO in sys.modules else nullcontext(), noticed() as backends:
+        yield
+    if refuse and any(backend != "eager" for backend in backends):
+        raise DryRunError(
+            "the step calls a function that torch.compile compiled, and its memory shows on the device only. A compiled function that a "
+            "module holds as an attribute, and compiled submodules, are planned"
+        )
+
+
+def _backend_of(callback: Any) -> str:
+    """Return the name of the backend that a callback of dynamo compiles with."""
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return str(getattr(callback, "compiler_name", None) or getattr(callback, "__name__", ""))

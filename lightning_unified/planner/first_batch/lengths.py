@@ -1,0 +1,102 @@
+"""Plan the micro-batch size of rows of another length, from the traces of known lengths."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_unified.cost_model.candidates import even_splits
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.dry_run.fake_batch import row_length
+from lightning_unified.planner.other_phases import outline
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.row_lengths import aligned
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.split import BatchShape, tensors_in
+
+__all__ = ["PlannedLengths"]
+
+_STEPS = 32  # judgement: planned lengths between a power of two and the next; a length counts as the next longer one
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What the traces hold for: memory options, and the parameters that get gradients."""
+
+    recompute: Any
+    loss_chunk: Any
+    kernel: Any
+    trained: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, policy: MemoryPolicy, module: Any) -> "_Settings":
+        options = policy.applied_options
+        trained = tuple(parameter.requires_grad for parameter in module.parameters())
+        return cls(policy.recomputation.policy, options.loss_chunk, options.optimizer_kernel, trained)
+
+
+class PlannedLengths:
+    """The micro-batch sizes of a fit by row length, under the memory options that its plan has set.
+
+    Args:
+        planner: The planner of the batch that was planned; it keeps the traces.
+        combination: The memory options that are set.
+        module: The module as the fit runs it.
+
+    Attributes:
+        largest: The prediction with the most reserved bytes; None before the first length.
+    """
+
+    def __init__(self, planner: Planner, combination: Combination, *, policy: MemoryPolicy, module: Any) -> None:
+        self._planner, self._policy, self._module = planner, policy, module
+        self._steps = planner.lengths(combination)
+        self._settings = _Settings.of(policy, module)
+        self._found: dict[tuple[int, int], Prediction | None] = {}
+        self.largest: Prediction | None = None
+
+    @property
+    def hold(self) -> bool:
+        """Whether the memory options and the trained parameters are still those of the traces."""
+        return _Settings.of(self._policy, self._module) == self._settings
+
+    def plan(self, batch: Any, shape: BatchShape, *, limit: int) -> tuple[Prediction | None, bool]:
+        """Return the prediction for the fewest micro-batches that fit within `limit` bytes, and whether it is new.
+
+        The prediction is None if no size fits, or if rows have no length.
+
+        Raises:
+            MisalignedError: If the step is no function of its rows and their length.
+            DryRunError: If a size cannot be traced.
+        """
+        length = row_length(batch, shape.rows)
+        if length is None:
+            return None, False
+        if not self._steps.is_known:
+            light = outline(batch)
+            self._steps.learn(batch if light is None else light, length=length)
+        key = shape.rows, _rounded_up(length)
+        is_new = key not in self._found
+        if is_new:
+            row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // shape.rows
+            self._found[key] = self._searched(*key, row_bytes=-(-row_bytes * key[1] // length), limit=limit)
+        found = self._found[key]
+        if found is not None and (self.largest is None or found.reserved_bytes > self.largest.reserved_bytes):
+            self.largest = found
+        return found, is_new
+
+    def _searched(self, rows: int, length: int, *, row_bytes: int, limit: int) -> Prediction | None:
+        steps, allowed = self._steps, self._policy.sizes
+        sizes = steps.sizes(length, rows=rows, row_bytes=row_bytes)
+        splits = even_splits(rows, unit=steps.unit, least=allowed.least, micro_batch_size=allowed.max_micro_batch_size)
+        for split in splits:
+            if sizes.peak_bytes(split[0], parts=2) > limit:
+                continue
+            found = self._planner.within(sizes.exactly(split[0], parts=2), parts=len(split), limit=limit)
+            if found is not None:
+                return found
+        return None
+
+
+def _rounded_up(length: int) -> int:
+    """Return the next of `_STEPS` lengths between two powers of two, so that few lengths need a search."""
+    step = max((1 << (length.bit_length() - 1)) // _STEPS, 1)
+    return aligned(-(-length // step) * step)

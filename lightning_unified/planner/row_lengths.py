@@ -1,0 +1,119 @@
+"""A split step at any row length, from dry runs at three lengths.
+
+The events of a step are functions of its rows and their length (`cost_model.trace.interpolation`). Dry runs at three lengths determine all
+others. The first real batch of another length then confirms the result: each storage of its own dry run must take the same bytes. If one
+does not, the step's memory also depends on something else, such as the values of its masks, and every length needs its own dry runs.
+
+Kernels pad rows to multiples of 16 to 128 entries. So dry runs have lengths of one kind (`aligned`), and others count as the next longer one.
+"""
+
+from typing import Any
+
+from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
+from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.step_traces import StepTraces
+from lightning_unified.planner.traced_sizes import TracedSizes
+
+__all__ = ["RowLengths", "aligned"]
+
+_ROWS = (2, 3)  # units of a micro-batch in dry runs; one unit broadcasts and runs other kernels
+_ALIGNED = (
+    128  # entries; kernels pad rows to divisors of it, and attention's backward pass works in blocks of 64 or 128
+)
+_FIRST = 3  # multiples of it: rows up to here are traced at 1, 2 and 3
+
+
+class RowLengths:
+    """The step of a batch in several micro-batches, under one combination of memory options, at any row length.
+
+    Every trace holds two micro-batches, even where the whole batch runs at once. It then counts one gradient buffer too many, so the
+    figures are an upper bound.
+
+    Args:
+        traces: The traces of a planned batch.
+        combination: The memory options that are set.
+    """
+
+    def __init__(self, traces: StepTraces, combination: Combination) -> None:
+        self._traces, self._combination = traces, combination
+        self._dry_run = traces.dry_run(combination)
+        self._lines: Interpolation | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether further lengths need no dry run."""
+        return self._lines is not None
+
+    @property
+    def unit(self) -> int:
+        """Rows that stay together."""
+        return self._traces.unit
+
+    def learn(self, batch: Any, *, length: int) -> None:
+        """Trace three lengths, and confirm the result by a dry run of `batch`, whose rows are `length` long.
+
+        Raises:
+            MisalignedError: If the step is no function of its rows and their length.
+            DryRunError: If a size cannot be traced.
+        """
+        own = self._traces.of(self._combination).even_traces(parts=2)
+        if not own or own[-1].length is None:
+            raise MisalignedError("no micro-batches of one size were traced, or their rows have no length")
+        first, *others = _lengths(max(own[-1].length, length))
+        small, large = (count * self.unit for count in _ROWS)
+        sizes = [(small, first), (large, first), *((self._as_many(large, first, length=one), one) for one in others)]
+        known = {(trace.rows, trace.length): trace for trace in own}
+        lines = Interpolation([known.get(size) or self._traced(*size) for size in sizes])
+        rows = self._as_many(large, first, length=length)
+        trace = self._dry_run(rows, 2, rows, batch=batch, length=aligned(length))
+        if trace.confidence == "low":
+            raise MisalignedError("values that decide shapes were made up on the way")
+        lines.confirm(trace)
+        self._lines = lines
+
+    def sizes(self, length: int, *, rows: int, row_bytes: int) -> TracedSizes:
+        """Return the step of a batch whose rows are `length` long, at the sizes that a search needs.
+
+        Args:
+            length: Entries of a row, as `aligned` gives it.
+            rows: Rows of the whole batch.
+            row_bytes: Bytes of one row of the batch.
+        """
+        lines, least = self._lines, _ROWS[0] * self.unit
+        assert lines is not None
+
+        def trace_step(first: int, parts: int, later: int) -> Trace:
+            if min(first, later) < least:
+                return self._dry_run(first, parts, later, length=length)
+            return lines.at(first, length=length, later_rows=later)
+
+        counted = self._traces.counted
+        found = TracedSizes(trace_step, rows=rows, unit=self.unit, row_bytes=row_bytes, workspaces=counted.workspaces)
+        found.distrust_lines()
+        return found
+
+    def _traced(self, rows: int, length: int) -> Trace:
+        return self._dry_run(rows, 2, rows, length=length)
+
+    def _as_many(self, rows: int, of: int, *, length: int) -> int:
+        """Return the rows of `length` that have at least as many entries as `rows` of the length `of`.
+
+        Kernels choose their memory by the number of entries: the gradient of an embedding table is sorted above 3,072 tokens on CUDA.
+        """
+        return max(-(-rows * of // (length * self.unit)), _ROWS[0]) * self.unit
+
+
+def aligned(length: int) -> int:
+    """Return the next length that is one less than a multiple of 128.
+
+    Kernels pad rows of masks and sums to multiples of 16 to 128, so at these lengths they add one entry. The bytes are then polynomials
+    of the length. At a multiple of 16 a kernel would pad nothing and take fewer tensors, which most lengths do take.
+    """
+    return -(-(length + 1) // _ALIGNED) * _ALIGNED - 1
+
+
+def _lengths(longest: int) -> list[int]:
+    """Return three lengths, the longest first: three tell a square from the sum of a square and a line."""
+    most = max((aligned(longest) + 1) // _ALIGNED, _FIRST)
+    return [_ALIGNED * count - 1 for count in (most, 4 * most // 5, 3 * most // 5)]
