@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_unified.hardware.capabilities import capabilities
 from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.precision import (
@@ -32,6 +33,7 @@ from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
+from lightning_unified.step.results.progress_metrics import defer_progress_metrics
 from lightning_unified.strategies.run_interface import RunInterface
 
 __all__ = ["UnifiedBase", "options_among"]
@@ -67,6 +69,7 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         self.first_step: FirstStep | None = None
         self.precision_choice: PrecisionChoice | None = None
         self._status = RunStatus(None)
+        self._loop: UnifiedOptimization | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -75,7 +78,7 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         The next fit makes the objects of a fit.
         """
         state = {name: value for name, value in super().__getstate__().items() if name != "_evaluations"}
-        return {**state, "first_step": None, "_status": RunStatus(None)}
+        return {**state, "first_step": None, "_status": RunStatus(None), "_loop": None}
 
     @override
     def __repr__(self) -> str:
@@ -141,6 +144,7 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         assert module is not None
         self.policy.check_budget(module, ())
         if trains:
+            self.policy.compilation.begin(module, obstacle=self._compile_obstacle(), ranks=trainer.world_size)
             self.policy.recomputation.begin(module)
         self.policy.watch.enter(module)
         super().setup(trainer)
@@ -150,12 +154,25 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
         if trains and not module.automatic_optimization:
             self._say_unsplit(_MANUAL)
+        defer_progress_metrics(trainer)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = self._optimization(trainer)
-        loop.automatic_optimization.optim_progress = progress
+        self._loop = loop.automatic_optimization = self._optimization(trainer)
+        self._loop.optim_progress = progress
         self._evaluations = EvaluationSteps(trainer, self.policy, planner=self.first_step if trains else None)
         self._status = RunStatus(runs_directory())
+
+    def _compile_obstacle(self) -> str:
+        """Return why nothing can be compiled on this device; empty if it can, or if the user asked for nothing."""
+        watch = self.policy.watch
+        if self.policy.options.compile is False:
+            return ""
+        if watch.machine is not None:
+            return (
+                f"on the simulated machine {watch.machine.profile.name}, compiled code takes memory that is not counted"
+            )
+        found = next(one for one in capabilities(watch.reading()) if one.name == "compile")
+        return "" if found.value else found.reason
 
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         precision = plugin_precision(self.precision_plugin)
@@ -173,6 +190,7 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
     def teardown(self) -> None:
         self.policy.recomputation.end()
         self.policy.applied_options.end()
+        self.policy.compilation.end()
         self._status.end()
         self.policy.watch.leave()
         super().teardown()
@@ -204,7 +222,11 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         call = partial(super().batch_to_device, batch, device, dataloader_idx)
-        return self.policy.retried(call, phase="batch")
+        moved = self.policy.retried(call, phase="batch")
+        module = self.lightning_module
+        if self._loop is not None and module is not None and module.trainer.training:
+            self._loop.batch_moved(batch, moved)
+        return moved
 
     @override
     def model_to_device(self) -> None:

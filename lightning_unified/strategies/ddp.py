@@ -81,8 +81,10 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         budget: str | int = "auto",
         micro_batch_size: int | Literal["auto"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
+        compile: Literal["auto", "blocks", "whole", False] = False,  # noqa: A002
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
+        loss_chunk: int | Literal["auto", False] = "auto",
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,

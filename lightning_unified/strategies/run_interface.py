@@ -47,6 +47,7 @@ class RunInterface(Strategy):
                 "budget": watch.budget.reason,
                 "micro_batch_size": policy.sizing.reason,
                 "recompute": recomputation.reason,
+                "compile": policy.compilation.reason,
                 "prediction": "not asked for" if first is None else first.planning.reason,
                 **({} if first is None else first.reasons),
                 **applied.reasons,

@@ -43,11 +43,18 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         recompute: Activation checkpointing: True, False or `"auto"`; see docs/explanation/recomputation.md. True sets the module's own `recompute`
             attribute, or else checkpoints its blocks. `"auto"` leaves the module as it is until a plan says otherwise, or memory runs
             out and no smaller micro-batch is left.
+        compile: Compile parts of the module with `torch.compile` during the fit: `"blocks"`, the repeated blocks; `"whole"`, the module's
+            children; False, nothing. `"auto"` compiles the blocks if the run is long enough to save three times the seconds that
+            compilation takes. Modules that the user compiled are planned and trained as they are. Compiled code rounds differently and
+            draws other dropout noise.
         precision: `"trainer"` runs `Trainer(precision=…)`; `"auto"` the best precision of the device; or Lightning's name of one.
             Different names here and at the Trainer are an error.
         optimizer_kernel: `"keep"` leaves optimizers as they were built. `"fused"`, `"foreach"` or `"for-loop"` sets the kernel of
             torch's own optimizers. `"auto"` lets the plan choose for optimizers built without a choice. Updates differ in rounding.
             The memory beside the optimizer state differs by up to the parameters' bytes.
+        loss_chunk: Rows of logits that the loss computes at one time, `"auto"` or False; see docs/how-to/large-vocabulary.md. It acts on
+            Hugging Face models, without a change to them, and on modules with `loss_chunk_rows`. `"auto"` leaves the module as it is
+            unless a plan needs the memory. False never changes it.
         predict: Trace the step before the first batch runs, and choose sizes and memory options by its predicted memory; see
             docs/explanation/planner/planning.md. It takes a few seconds, and is skipped if the budget is thousands of times the bytes of weights and batch.
         recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
@@ -82,8 +89,10 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         budget: str | int = "auto",
         micro_batch_size: int | Literal["auto"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
+        compile: Literal["auto", "blocks", "whole", False] = False,  # noqa: A002
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
+        loss_chunk: int | Literal["auto", False] = "auto",
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,

@@ -20,7 +20,9 @@ _running = threading.Lock()
 
 @contextmanager
 def activity(doing: str) -> Iterator[None]:
-    """Show `doing` with its time so far, if it takes longer than two seconds; the last line tells the whole time.
+    """Show `doing` with its time so far, if it takes longer than two seconds.
+
+    The last line has the whole time.
 
     Inside another activity, and on all processes but the first, it shows nothing.
     """

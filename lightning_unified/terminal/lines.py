@@ -15,7 +15,10 @@ _LONGEST_GLUED = 40  # characters, so that a part fits a narrow line
 
 
 def label() -> str:
-    """Return the name that begins each line of this process, with a blank; "" where it has the terminal to itself."""
+    """Return the prefix of this process's lines: its name and a blank.
+
+    A process that has the terminal to itself has the prefix "".
+    """
     return f"[{_labels[-1]}] " if _labels else ""
 
 
@@ -30,7 +33,10 @@ def labelled(name: str) -> Iterator[None]:
 
 
 def is_live(stream: TextIO | None) -> bool:
-    """Return whether a line of `stream` may be overwritten: it is a terminal or a notebook of this process alone."""
+    """Return whether a line of `stream` may be overwritten.
+
+    It may if the stream is a terminal or a notebook of this process alone.
+    """
     if stream is None or _labels:
         return False
     if "ipykernel" in sys.modules:
@@ -54,7 +60,9 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
-    """Return `text` in lines of at most `width`, the second and later ones indented; a longer word keeps its length.
+    """Return `text` in lines of at most `width` characters, indented from the second on.
+
+    A longer word keeps its length.
 
     Lines break at blanks, and not at non-breaking ones, which become blanks.
     """
@@ -69,7 +77,10 @@ def listed(parts: Iterable[str]) -> str:
 
 
 def short_path(path: str, width: int) -> str:
-    """Return `path` in at most `width` characters: "…" replaces leading folders, then the middle of the last name."""
+    """Return `path` in at most `width` characters.
+
+    "…" replaces leading folders, then the middle of the last name.
+    """
     if len(path) <= width:
         return path
     parts = path.replace("\\", "/").split("/")

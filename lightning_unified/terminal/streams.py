@@ -1,4 +1,7 @@
-"""Standard streams whose failed writes never raise, and whose messages never continue a progress bar's line."""
+"""Standard streams whose failed writes never raise.
+
+Messages never continue the line of a progress bar.
+"""
 
 import contextlib
 import os

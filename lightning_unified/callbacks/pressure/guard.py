@@ -35,6 +35,8 @@ __all__ = ["PressureGuard"]
 
 log = logging.getLogger("lightning_unified")
 
+_STOPPED = 'Stopped after step %s: %s. Saved %s\nGo on with: trainer.fit(module, ckpt_path="%s")'
+
 
 class PressureGuard(Callback):
     """Give memory back in rungs, one per batch, while the operating system reports memory pressure.
@@ -156,13 +158,7 @@ class PressureGuard(Callback):
         self._end()
         restore_limits(trainer)
         if self.stopped_for is not None and trainer.is_global_zero:
-            log.warning(
-                'Stopped after step %s: %s. Saved %s\nGo on with: trainer.fit(module, ckpt_path="%s")',
-                trainer.global_step,
-                self.stopped_for,
-                self._saved,
-                self._saved,
-            )
+            log.warning(_STOPPED, trainer.global_step, self.stopped_for, self._saved, self._saved)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

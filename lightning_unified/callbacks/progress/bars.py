@@ -24,6 +24,7 @@ from lightning_unified.terminal import is_live, say
 __all__ = ["MemoryProgressBar", "RichMemoryProgressBar"]
 
 _SECONDS_BETWEEN_READINGS = 1.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ProgressBar as _Bar
@@ -88,10 +89,13 @@ class _MemoryColumns(_Bar):
 
 
 class MemoryProgressBar(_MemoryColumns, TQDMProgressBar):
-    """Lightning's default bar with memory columns and s/it of slow steps; arguments are those of `TQDMProgressBar`."""
+    """Lightning's default bar with memory columns and s/it of slow steps.
+
+    It takes the arguments of `TQDMProgressBar`.
+    """
 
     BAR_FORMAT = TQDMProgressBar.BAR_FORMAT.replace("{rate_noinv_fmt}", "{rate_fmt}")
-    _next_update = 0.0
+    _drawn = float("-inf")
 
     @property
     @override
@@ -109,16 +113,24 @@ class MemoryProgressBar(_MemoryColumns, TQDMProgressBar):
 
     @override
     def _should_update(self, current: int, total: int) -> bool:
-        """Return whether the bar is drawn anew: every `refresh_rate` batches, and a second after the last time."""
+        """Return whether the bar is drawn anew, which is ten times a second at most.
+
+        It is drawn every `refresh_rate` batches, and a second after the last time. Drawing reads the metrics, which waits for the device.
+        """
         now = self.now()
-        if self.is_enabled and (super()._should_update(current, total) or now >= self._next_update):
-            self._next_update = now + 1.0
+        since = now - self._drawn
+        is_due = super()._should_update(current, total) and (since >= _SECONDS_BETWEEN_DRAWINGS or current == total)
+        if self.is_enabled and (is_due or since >= 1.0):
+            self._drawn = now
             return True
         return False
 
 
 class RichMemoryProgressBar(_MemoryColumns, RichProgressBar):
-    """Lightning's Rich bar with memory columns and s/it of slow steps; arguments are those of `RichProgressBar`."""
+    """Lightning's Rich bar with memory columns and s/it of slow steps.
+
+    It takes the arguments of `RichProgressBar`.
+    """
 
     @override
     def configure_columns(self, trainer: Trainer) -> list[Any]:

@@ -20,6 +20,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
+from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.losses import likeliest
@@ -49,6 +50,7 @@ class ExactnessCheck:
 
     Attributes:
         tables: The merge rules for outputs, logs, metrics and written state.
+        host_figures: Figures of the batch's tensors, from before they were moved to the device.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ExactnessCheck:
         fits: Callable[[int], bool | None],
     ) -> None:
         self._trainer, self._splitter = trainer, splitter
-        self.tables = Tables.of(rules.merge)
+        self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()
         self._runner = Runner(trainer, step=step)
         self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
@@ -88,6 +90,7 @@ class ExactnessCheck:
         Raises:
             SplitError: If no rule merges the micro-batches' results into the whole batch's: the batch cannot be split exactly.
         """
+        self.host_figures.is_wanted = True
         batch, now = next(iter(kwargs.values())), (self._trainer.current_epoch, batch_idx)
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
@@ -106,7 +109,13 @@ class ExactnessCheck:
             epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
         )
         figures = self._runner.counters.figures(trainer)
-        return facts_of(batch, rows) | counters | figures | self._module_facts.now() | self._outside_facts.now()
+        return (
+            facts_of(batch, rows, self.host_figures)
+            | counters
+            | figures
+            | self._module_facts.now()
+            | self._outside_facts.now()
+        )
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the findings for a checkpoint; None before the first conclusive check."""

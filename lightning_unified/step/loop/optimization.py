@@ -21,6 +21,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -72,6 +73,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
+        self._moves_by_hook = _moves_by_hook(trainer)
         self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
 
@@ -96,6 +98,11 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._batches.check.load_state_dict(state_dict.get("check"))
         if self._window is not None:
             self._window.load_state_dict(state_dict.get("window") or [])
+
+    def batch_moved(self, host: Any, moved: Any) -> None:
+        """Look at a batch on the host, unless a hook of the user may have changed it on the way to the device."""
+        if not self._moves_by_hook:
+            self._batches.check.host_figures.note(host, moved)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
@@ -255,6 +262,13 @@ def _without_gradients(trainer: L.Trainer, prepare: Callable[[Any], Any], batch:
 
 def _unknown(_rows: int) -> None:
     """Return None: without a planner, it is not predicted how many rows fit."""
+
+
+def _moves_by_hook(trainer: L.Trainer) -> bool:
+    """Return whether the module or the data module has its own hook around the transfer of a batch."""
+    owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 
 def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:

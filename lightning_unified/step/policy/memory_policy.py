@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_unified.cost_model import describe_shortage
 from lightning_unified.errors import OutOfMemoryError
-from lightning_unified.options import ActivationCheckpointing, AppliedOptions, MemoryOptions
+from lightning_unified.options import ActivationCheckpointing, AppliedOptions, Compilation, MemoryOptions
 from lightning_unified.step.policy.batch_rules import BatchRules
 from lightning_unified.step.policy.notices import Notices
 from lightning_unified.step.policy.sizing import MicroBatchSizing
@@ -40,6 +40,7 @@ class MemoryPolicy:
         sizing: The micro-batch sizes, and how they shrink and grow.
         caches: Clears the device's caches between batches.
         kept: Memory that the module keeps between steps.
+        compilation: Which parts of the module are compiled.
         recomputation: Which activations are recomputed. `"auto"` recomputes all once no smaller size is left.
         applied_options: The optimizer kernel and the rows of a chunked loss.
         recoveries: How many steps were repeated.
@@ -58,8 +59,9 @@ class MemoryPolicy:
         )
         self.caches = _caches_of(watch)
         self.kept = KeptMemory()
+        self.compilation = Compilation(options.compile)
         self.recomputation = ActivationCheckpointing(options.recompute)
-        self.applied_options = AppliedOptions(optimizer_kernel=options.optimizer_kernel)
+        self.applied_options = AppliedOptions(optimizer_kernel=options.optimizer_kernel, loss_chunk=options.loss_chunk)
         self.sizing = MicroBatchSizing(
             options,
             watch=watch,

@@ -236,20 +236,15 @@ class BudgetWatch:
         before, reading = self.bytes, self.reading()
         has_changed = follower.follow(reading)
         self.budget = follower.budget
-        self._cap_at(max(self.bytes, reading.reserved.bytes or 0, reading.peak.bytes or 0))
+        capped = replace(self.budget, bytes=max(self.bytes, reading.reserved.bytes or 0, reading.peak.bytes or 0))
+        if self.device.type != "cpu" and _has_moved(self.cap, capped.bytes):
+            self.cap = cap_allocator(self.device, capped, **self._elsewhere)
         if not has_changed:
             return None
         if self.bytes < before:
             self._peaks.start_over()
             self.release()
-        verb = "fell" if self.bytes < before else "rose"
-        return f"the budget {verb} from {format_bytes(before)} to {format_bytes(self.bytes)}: {self.budget.reason}"
-
-    def _cap_at(self, count: int) -> None:
-        stands = None if self.cap is None else self.cap.bytes
-        if self.device.type != "cpu" and (stands is None or abs(count - stands) >= _NEW_CAP * stands):
-            assert self.budget is not None
-            self.cap = cap_allocator(self.device, replace(self.budget, bytes=count), **self._elsewhere)
+        return _change(before, self.budget)
 
     def overrun(self) -> str | None:
         """Return in words by how much the peak exceeds the budget, once for each new peak.
@@ -274,6 +269,17 @@ class BudgetWatch:
         """Reset the peak, where the counter allows it, so that it shows the need of a smaller size."""
         if reset_peak(self.device, **self._elsewhere):
             self._peaks.start_over()
+
+
+def _has_moved(cap: Cap | None, count: int) -> bool:
+    """Return whether the allocator needs a new cap to hold `count` bytes."""
+    return cap is None or cap.bytes is None or abs(count - cap.bytes) >= _NEW_CAP * cap.bytes
+
+
+def _change(before: int, budget: Budget) -> str:
+    """Return in words how the budget changed from `before` bytes."""
+    verb = "fell" if budget.bytes < before else "rose"
+    return f"the budget {verb} from {format_bytes(before)} to {format_bytes(budget.bytes)}: {budget.reason}"
 
 
 def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
@@ -310,7 +316,9 @@ def refuse_small_budget(
 def refuse_budget_below_process(
     watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raise `BudgetError` if a CPU's process already holds more than a stated budget, so that no step can keep it.
+    """Raise `BudgetError` if a CPU's process already exceeds a stated budget.
+
+    No step could keep such a budget.
 
     Budgets that follow the machine (`auto`, `leave`) are not refused.
     """
@@ -328,7 +336,10 @@ def refuse_budget_below_process(
 
 
 def _least_on_cpu(watch: BudgetWatch, need: Mapping[str, int]) -> int:
-    """Return the bytes that a CPU's process holds with gradients and optimizer state; 0 where the budget counts tensors only."""
+    """Return the bytes that a CPU's process holds with gradients and optimizer state.
+
+    The result is 0 where the budget counts tensors only.
+    """
     if not watch.counts_process:
         return 0
     return math.ceil(_GROWTH * (watch.reading().allocated.bytes or 0)) + need["gradients"] + need["optimizer state"]

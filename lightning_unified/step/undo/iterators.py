@@ -175,7 +175,10 @@ def _rebuilt(iterator: Any, memo: _Memo) -> Any:
 
 
 def _counted(counter: Any) -> Any:
-    """Return a copy of an `itertools.count` of plain numbers, which writes its next number and step; None for one of others."""
+    """Return a copy of an `itertools.count` of plain numbers; None for other numbers.
+
+    The repr of a count of plain numbers holds its next number and step.
+    """
     try:
         numbers = ast.literal_eval(repr(counter).removeprefix("count").replace(")", ",)"))
         copied = itertools.count(*numbers)

@@ -2,6 +2,7 @@
 
 import builtins
 import dis
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
@@ -137,12 +138,10 @@ def _holds_function(cell: CellType) -> bool:
         return False
 
 
-def _globals_named(code: CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1024)  # each step asks again
+def _globals_named(code: CodeType) -> frozenset[str]:
     named = {one.argval for one in dis.get_instructions(code) if one.opname in _OPERATIONS}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            named |= _globals_named(constant)
-    return named
+    return frozenset(named).union(*(_globals_named(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 _OPERATIONS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")

@@ -17,61 +17,34 @@ Orders of magnitude are powers of two, so that new facts become rare.
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of, named_tensors
+from lightning_unified.step.exactness.facts.figures import KINDS, HostFigures, figures_of
 
 __all__ = ["BatchProfiles", "facts_of"]
 
-_KINDS = 64  # range of integers within which each value is a fact; a power of two
-_IGNORED = -100
 _VOID = 255  # the label of unlabelled pixels in segmentation maps
 
 # values of one path that may be new facts; judgement: phases and switches are few
-_MOST = {"value": _KINDS, "attribute": 8}
+_MOST = {"value": KINDS, "attribute": 8}
 
 Fact = tuple[str, str, Any]
 
 
-def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
+def facts_of(batch: Any, rows: int, known: HostFigures | None = None) -> frozenset[Fact]:
     """Return the facts about the tensors, arrays and lists of `batch` with one entry per row.
 
-    The figures are copied to the host in one transfer if all lie on one device.
+    Figures of tensors that `known` lacks are copied to the host in one transfer if all lie on one device.
     """
-    groups: dict[Any, list[tuple[str, Tensor]]] = {}  # small leaves of one shape are stacked, which takes fewer kernels
-    for path, leaf in (*named_tensors(batch), *arrays_of(batch)):
-        if _has_rows(leaf, rows):
-            flat = leaf.detach().reshape(rows, -1)
-            key = (leaf.device, leaf.dtype, flat.shape[1], path if leaf.numel() > _LARGE else "")
-            groups.setdefault(key, []).append((path, flat))
-    leaves = [[leaf for _, leaf in group] for group in groups.values()]
-    stacks = [torch.stack(group) if len(group) > 1 else group[0][None] for group in leaves]
-    figures = [_float_figures(stack) if stack.is_floating_point() else _integer_figures(stack) for stack in stacks]
+    named = [(path, leaf) for path, leaf in (*named_tensors(batch), *arrays_of(batch)) if _has_rows(leaf, rows)]
     facts: set[Fact] = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
-    for group, numbers in zip(groups.values(), _on_host(figures), strict=True):
-        for (path, leaf), own in zip(group, numbers, strict=True):
-            facts |= _float_facts(path, leaf, own) if leaf.is_floating_point() else _integer_facts(path, leaf, own)
+    for (path, leaf), own in zip(named, figures_of([leaf for _, leaf in named], known), strict=True):
+        facts |= _float_facts(path, leaf, own) if leaf.is_floating_point() else _integer_facts(path, leaf, own)
     return frozenset(facts)
-
-
-# entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
-_LARGE = 1 << 20
-_REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-
-
-def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Return the figures as numbers, with one transfer if all lie on one device."""
-    if not figures:
-        return []
-    devices = {one.device for one in figures}
-    if len(devices) > 1:
-        return [one.tolist() for one in figures]
-    numbers = iter(torch.cat([one.reshape(-1) for one in figures]).tolist())
-    return [[list(islice(numbers, one.shape[1])) for _ in range(len(one))] for one in figures]
 
 
 def _has_rows(leaf: Tensor, rows: int) -> bool:
@@ -84,54 +57,6 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
     )
 
 
-# Each operator costs a launch per batch, and each of its kernels some milliseconds when a GPU first loads it. So figures of rows are
-# put together before they are reduced, and all integers are reduced as int64.
-
-
-def _float_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 6): numbers of zeros and of non-finite entries.
-
-    Each has its sum, minimum and maximum over rows.
-
-    Args:
-        stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
-    """
-    if stack.element_size() == 1:
-        stack = stack.float()  # few operators support 8-bit floating-point formats
-    return _over_rows((stack == 0).sum(2), (~stack.isfinite()).sum(2))
-
-
-def _integer_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 11 + 64) of values and rows.
-
-    They are the lowest and highest value, figures of rows, and the values that occur modulo 64.
-
-    The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
-    a number at an end. The last 64 figures are left out for leaves of more than 2^20 entries.
-
-    Args:
-        stack: Leaves of integers or booleans, of shape (leaves, rows, entries per row).
-    """
-    whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
-    flat = whole.flatten(1)
-    limits = torch.stack([flat.amin(1), flat.amax(1)], 1).long()
-    zeros = (whole == 0).sum(2)
-    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else torch.zeros_like(zeros)
-    second = min(1, whole.shape[2] - 1)
-    repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
-    figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)
-    if flat.shape[1] > _LARGE:
-        return figures
-    occurs = figures.new_zeros(len(stack), _KINDS).scatter_(1, (flat & (_KINDS - 1)).long(), 1)
-    return torch.cat([figures, occurs], 1)
-
-
-def _over_rows(*figures: Tensor) -> Tensor:
-    """Return the sums of `figures` of shape (leaves, rows), then their minima, then their maxima."""
-    together = torch.stack(figures, 1)
-    return torch.cat([together.sum(2), together.amin(2), together.amax(2)], 1)
-
-
 def _float_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
     zeros, bad, fewest, _, most, _ = figures
     return _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most) | {(path, "not finite", bad > 0)}
@@ -141,9 +66,9 @@ def _integer_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]
     low, high, zeros, ignored, repeats, fewest, _, _, most, most_ignored, _, *occurs = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
     facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most)
-    if high - low < _KINDS:
+    if high - low < KINDS:
         within = range(low, high + 1)
-        values = [value for value in within if occurs[value % _KINDS]] if occurs else leaf.unique().tolist()
+        values = [value for value in within if occurs[value % KINDS]] if occurs else leaf.unique().tolist()
         facts |= {(path, "value", value) for value in values}
     else:
         facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}

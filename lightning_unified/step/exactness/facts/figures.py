@@ -1,0 +1,140 @@
+"""Figures of a batch's tensors: numbers from which its facts follow, computed with few operators.
+
+A fact needs numbers on the host. Copying them from the device waits until the device has finished all earlier work, and then the device
+waits for the host. So the figures of small tensors are computed on the host before the batch is moved (`HostFigures`), where the moved
+tensor is certain to have the same values.
+"""
+
+import weakref
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.step.exactness.facts.fields import named_tensors
+
+__all__ = ["KINDS", "HostFigures", "figures_of"]
+
+KINDS = 64  # range of integers within which each value is a fact; a power of two
+_IGNORED = -100
+_MOST_ON_HOST = 1 << 18  # entries of a tensor; more take the host longer than a wait for the device
+
+# entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
+_LARGE = 1 << 20
+_REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+
+class HostFigures:
+    """The figures of tensors of one batch, computed before they were moved to the device.
+
+    Attributes:
+        is_wanted: Whether `note` computes anything.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
+
+    def note(self, host: Any, moved: Any) -> None:
+        """Compute the figures of the tensors of a batch on the host; `moved` is the same batch on the device."""
+        self._found.clear()
+        before, after = dict(named_tensors(host)), dict(named_tensors(moved))
+        if not self.is_wanted or list(before) != list(after):
+            return
+        pairs = [(before[path], after[path]) for path in before if _is_moved(before[path], after[path])]
+        for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs]), strict=True):
+            self._found[id(leaf)] = (weakref.ref(leaf), leaf._version, figures)
+
+    def of(self, leaf: Tensor) -> list[int] | None:
+        """Return the figures of a moved tensor; None if they are unknown, or the tensor was written since."""
+        reference, version, figures = self._found.get(id(leaf), (None, None, None))
+        return figures if reference is not None and reference() is leaf and leaf._version == version else None
+
+
+def _is_moved(before: Tensor, after: Tensor) -> bool:
+    small = before.dim() > 0 and 0 < before.numel() <= _MOST_ON_HOST and before.layout == torch.strided
+    same = before is not after and before.shape == after.shape and before.dtype == after.dtype
+    return small and same and not before.is_complex() and before.device.type == "cpu"
+
+
+def figures_of(leaves: Sequence[Tensor], known: HostFigures | None = None) -> list[list[int]]:
+    """Return the figures of tensors that have an entry per row and are not empty.
+
+    `_float_figures` and `_integer_figures` list them.
+    """
+    found = [None if known is None else known.of(leaf) for leaf in leaves]
+    groups: dict[Any, list[int]] = {}  # small leaves of one shape are stacked, which takes fewer kernels
+    for index, leaf in enumerate(leaves):
+        if found[index] is None:
+            own = index if leaf.numel() > _LARGE else None
+            groups.setdefault((leaf.device, leaf.dtype, len(leaf), leaf.numel(), own), []).append(index)
+    stacks = []
+    for indices in groups.values():
+        flat = [leaves[index].detach().reshape(len(leaves[index]), -1) for index in indices]
+        stacks.append(torch.stack(flat) if len(flat) > 1 else flat[0][None])
+    figures = [_float_figures(stack) if stack.is_floating_point() else _integer_figures(stack) for stack in stacks]
+    for indices, numbers in zip(groups.values(), _on_host(figures), strict=True):
+        for index, own in zip(indices, numbers, strict=True):
+            found[index] = own
+    return [one for one in found if one is not None]
+
+
+def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Return the figures as numbers, with one transfer if all lie on one device."""
+    if not figures:
+        return []
+    devices = {one.device for one in figures}
+    if len(devices) > 1:
+        return [one.tolist() for one in figures]
+    numbers = iter(torch.cat([one.reshape(-1) for one in figures]).tolist())
+    return [[list(islice(numbers, one.shape[1])) for _ in range(len(one))] for one in figures]
+
+
+# Each operator costs a launch per batch, and each of its kernels some milliseconds when a GPU first loads it. So figures of rows are
+# put together before they are reduced, and all integers are reduced as int64.
+
+
+def _float_figures(stack: Tensor) -> Tensor:
+    """Return figures of shape (leaves, 6): numbers of zeros and of non-finite entries.
+
+    Each has its sum, minimum and maximum over rows.
+
+    Args:
+        stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
+    """
+    if stack.element_size() == 1:
+        stack = stack.float()  # few operators support 8-bit floating-point formats
+    return _over_rows((stack == 0).sum(2), (~stack.isfinite()).sum(2))
+
+
+def _integer_figures(stack: Tensor) -> Tensor:
+    """Return figures of shape (leaves, 11 + 64) of values and rows.
+
+    They are the lowest and highest value, figures of rows, and the values that occur modulo 64.
+
+    The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
+    a number at an end. The last 64 figures are left out for leaves of more than 2^20 entries.
+
+    Args:
+        stack: Leaves of integers or booleans, of shape (leaves, rows, entries per row).
+    """
+    whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
+    flat = whole.flatten(1)
+    limits = torch.stack([flat.amin(1), flat.amax(1)], 1).long()
+    zeros = (whole == 0).sum(2)
+    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else torch.zeros_like(zeros)
+    second = min(1, whole.shape[2] - 1)
+    repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
+    figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)
+    if flat.shape[1] > _LARGE:
+        return figures
+    occurs = figures.new_zeros(len(stack), KINDS).scatter_(1, (flat & (KINDS - 1)).long(), 1)
+    return torch.cat([figures, occurs], 1)
+
+
+def _over_rows(*figures: Tensor) -> Tensor:
+    """Return the sums of `figures` of shape (leaves, rows), then their minima, then their maxima."""
+    together = torch.stack(figures, 1)
+    return torch.cat([together.sum(2), together.amin(2), together.amax(2)], 1)
