@@ -58,7 +58,9 @@ def format_bytes(count: int | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a duration: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"22 min 30 s"`, `"3 h 5 min"`, `"unknown"` for None.
+    """Format a duration, with a unit that fits its size.
+
+    Examples: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"22 min 30 s"`, `"3 h 5 min"`, and `"unknown"` for None.
 
     Example:
         >>> format_duration(1350.4)

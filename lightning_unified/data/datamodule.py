@@ -135,15 +135,13 @@ class TextData(ResumableData):
 
     @override
     def describe_line(self) -> str:
-        prepared, parts = self._prepared, self._prepared.parts
-        dropped = parts.dropped_lines
-        return (
-            f"{len(parts.train):,} documents to train, {prepared.train.scored_tokens:,} scored tokens in {len(prepared.train):,} rows; "
-            f"{len(parts.validation):,} to validate, {prepared.validation.scored_tokens:,} tokens"
-            + (f", without {dropped:,} of {parts.validation_lines:,} lines that training has" if dropped else "")
-            + (f"; {prepared.texts_left_out:,} plain texts left out" if prepared.texts_left_out else "")
-            + f"; vocabulary of {self.vocab_size:,} tokens"
+        prepared = self._prepared
+        sides = prepared.parts.describe_line(
+            train=f"{prepared.train.scored_tokens:,} scored tokens in {len(prepared.train):,} rows",
+            validation=f"{prepared.validation.scored_tokens:,} tokens",
         )
+        left_out = f"; {prepared.texts_left_out:,} plain texts left out" if prepared.texts_left_out else ""
+        return f"{sides}{left_out}; vocabulary of {self.vocab_size:,} tokens"
 
     def describe(self) -> dict[str, Any]:
         """Return counts of documents, dropped lines, rows and targets, and bytes of UTF-8."""

@@ -37,6 +37,13 @@ class Split:
     validation_bytes: int
     dropped_bytes: int
 
+    def describe_line(self, *, train: str, validation: str) -> str:
+        """Return the documents of each side, `train` and `validation` about their rows, and the dropped lines."""
+        sides = f"{len(self.train):,} documents to train, {train}; {len(self.validation):,} to validate, {validation}"
+        if not self.dropped_lines:
+            return sides
+        return f"{sides}, without {self.dropped_lines:,} of {self.validation_lines:,} lines that training has"
+
 
 def ordered_groups(groups: Iterable[str], *, seed: int) -> list[str]:
     """Return `groups` in a random order that depends only on the names and the seed."""

@@ -18,7 +18,10 @@ __all__ = ["MPS_SCALER_SINCE", "MPS_SCALER_SOUND_SINCE", "Capability", "capabili
 MPS_SCALER_SINCE = (2, 8)
 """Before, unscaling asks for float64, which MPS lacks (pytorch #142397)."""
 MPS_SCALER_SOUND_SINCE = (2, 13)
-"""Before, 16-bit gradients were zeroed in unscaling (pytorch #184286), and fused optimizers ignored the scale (#186360)."""
+"""Before, unscaling zeroed 16-bit gradients (pytorch #184286).
+
+Fused optimizers also ignored the scale (#186360).
+"""
 
 _Found = tuple[bool | str, str]  # value and reason
 _NO_KERNEL_LIST = "unknown: this torch has no list of the devices with {} kernels"

@@ -118,7 +118,6 @@ class HardwareSettings:
         host_threads: Threads of one CPU operator: `torch.set_num_threads` and, for child processes, `OMP_NUM_THREADS`.
         optimizer_kernel: `"fused"`, `"foreach"` or `"forloop"`.
         attention: Attention kernel the plan assumes: `"flash"`, `"efficient"` or `"math"`; only math saves the scores.
-        compile: Whether the module is compiled.
     """
 
     name: str = "auto"
@@ -132,7 +131,6 @@ class HardwareSettings:
     host_threads: int | str = "auto"
     optimizer_kernel: str = "auto"
     attention: str = "auto"
-    compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -141,7 +139,7 @@ class HardwareSettings:
                 raise HardwareError(f"hardware.{field}={getattr(self, field)!r} is not known; use one of {listed}.")
         for field, least in (("num_workers", 0), ("prefetch_factor", 1), ("host_threads", 1)):
             _check_count(field, getattr(self, field), least=least)
-        for field in ("persistent_workers", "pin_memory", "compile"):
+        for field in ("persistent_workers", "pin_memory"):
             if getattr(self, field) not in (True, False, "auto"):
                 raise HardwareError(f"hardware.{field}={getattr(self, field)!r} is not known; use true, false or auto.")
 
@@ -177,7 +175,6 @@ class HardwareSettings:
             if self.optimizer_kernel == "auto"
             else self.optimizer_kernel,
             attention=_attention(reading, known) if self.attention == "auto" else self.attention,
-            compile=False if self.compile == "auto" else self.compile,
         )
 
 

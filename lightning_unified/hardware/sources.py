@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 __all__ = ["Sources", "core_count", "meminfo", "read_text", "shipped_configuration", "torch_version"]
 
 _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model", "kern.osproductversion")
+_MEMINFO = re.compile(r"^([^:\n]+):[ \t]*(\d+)\b(?:[ \t]*(kB))?", re.MULTILINE)
 _HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour and its size, in 4-byte integers
 
 
@@ -113,13 +115,8 @@ def shipped_configuration() -> Path:
 
 def meminfo(sources: Sources) -> dict[str, int]:
     """Return `/proc/meminfo` in bytes (its "kB" are KiB); empty without procfs."""
-    figures = {}
-    for line in (read_text(sources.proc / "meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            figures[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
-    return figures
+    found = _MEMINFO.findall(read_text(sources.proc / "meminfo") or "")
+    return {name: int(count) * (1024 if unit else 1) for name, count, unit in found}
 
 
 def torch_version(sources: Sources) -> tuple[int, int]:

@@ -19,6 +19,11 @@ __all__ = ["check_overrides", "key_of", "parse_overrides", "quoted", "single_run
 _PATHS = ("resume", "run_dir")
 
 
+_MOVED = {
+    "hardware.compile": "memory.compile: auto, blocks (the repeated blocks), whole (the module's children) or false"
+}
+
+
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Return `overrides` parsed by Hydra's grammar.
 
@@ -131,6 +136,8 @@ def _check_key(override: Override, config: DictConfig, known: dict[str, list[str
     key = key_of(override)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")) or _exists(config, key):
         return
+    if key in _MOVED:
+        raise ConfigurationError(f"{key} has become {_MOVED[key]}.")
     valid = [*flat(config), *(str(name) for name in config), *(name for name in known if not name.startswith("hydra/"))]
     hint = did_you_mean(key, valid) if nearest(key, valid) else "; see python train.py --help."
     raise ConfigurationError(f"{key}: there is no such key{hint}")

@@ -131,7 +131,11 @@ def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generat
 def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict[str, Any]:
     """Return the planner's options from the configuration, or `only` those of some keys."""
     rows = config.memory.micro_batch_size
-    settled = {"micro_batch_size": None if rows == "auto" else rows, "recompute": config.memory.recompute}
+    settled = {
+        "micro_batch_size": None if rows == "auto" else rows,
+        "recompute": config.memory.recompute,
+        "loss_chunk": config.memory.loss_chunk,
+    }
     return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
 
 

@@ -1,4 +1,7 @@
-"""Check that data and model belong together, before the first batch, and explain a first batch that lacks an entry."""
+"""Check that data and model belong together before the first batch.
+
+A first batch that lacks an entry of the model gets an explanation.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -79,12 +79,13 @@ class Job:
         """Train, save the results and return the outcome; print every error instead of raising it."""
         directory = Path(HydraConfig.get().runtime.output_dir)
         there = set(directory.rglob("*"))
-        with lasting_output(), _own_lines(), contextlib.ExitStack() as until_start:
-            return self._reported(directory, there, until_start)
+        with lasting_output(), _own_lines():
+            return self._reported(directory, there)
 
-    def _reported(self, directory: Path, there: set[Path], until_start: contextlib.ExitStack) -> Outcome:
+    def _reported(self, directory: Path, there: set[Path]) -> Outcome:
         try:
-            return self._run(directory, until_start)
+            with contextlib.ExitStack() as until_start:  # an activity's last line precedes the error
+                return self._run(directory, until_start)
         except (KeyboardInterrupt, SystemExit) as error:
             if not _is_interrupt(error):
                 raise
@@ -144,15 +145,14 @@ class Job:
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
         check_batches(parts.data, parts.module, choices)
-        with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
-            try:
-                self._fit(parts)
-            except SystemExit as stop:
-                if not _is_interrupt(stop) or not getattr(
-                    building.callback_of(parts, "GracefulInterrupt"), "is_forced", False
-                ):
-                    raise
-                return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
+        try:
+            self._fit(parts)
+        except SystemExit as stop:
+            if not _is_interrupt(stop) or not getattr(
+                building.callback_of(parts, "GracefulInterrupt"), "is_forced", False
+            ):
+                raise
+            return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
         objective = finish(

@@ -122,9 +122,10 @@ def _check_simulation(config: DictConfig, given: HardwareSettings, machine: Simu
             f"hardware={given.name} contradicts simulate={profile.name}, which has: {describe(machine.sources)}; use "
             f"hardware={profile.hardware} or hardware=auto, or simulate another machine."
         )
-    if given.compile is True:
+    if config.memory.get("compile") in ("blocks", "whole"):
         raise ConfigurationError(
-            f"hardware.compile=true with simulate={profile.name}: compiled code takes memory where it cannot be counted; use hardware.compile=false."
+            f"memory.compile={config.memory.compile} with simulate={profile.name}: compiled code takes memory where it cannot be counted; use "
+            "memory.compile=false."
         )
     strategy = config.trainer.strategy
     if OmegaConf.is_dict(strategy) and strategy.get("simulate") == config.simulate:

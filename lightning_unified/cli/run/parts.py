@@ -1,7 +1,6 @@
 """Build the parts of a run from its configuration: data, module, callbacks, loggers, Trainer."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightning_unified.cli.config.binding import make
 from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
 
-__all__ = ["Parts", "build", "callback_of", "callbacks_of", "compiled", "count_parameters", "trainer_of"]
+__all__ = ["Parts", "build", "callback_of", "callbacks_of", "count_parameters", "trainer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,23 +115,6 @@ def trainer_of(config: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
     taken = {"callbacks": list(callbacks), "logger": loggers or False}
     arguments = {key: value for key, value in _resolved(config.trainer).items() if key not in taken}
     return make("trainer", arguments, **taken)
-
-
-@contextmanager
-def compiled(module: LightningModule, *, wanted: bool) -> Iterator[None]:
-    """Compile the children of `module` in place, for the duration of the context.
-
-    `module` itself stays as it is: its steps log and count, which a graph cannot contain. After training the children
-    run uncompiled again, because sampling texts would compile once for each length.
-    """
-    parts = list(module.children()) if wanted else []
-    for part in parts:
-        part.compile()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part._compiled_call_impl = None  # torch 2.13 has no call that undoes `Module.compile`
 
 
 def callback_of(parts: Parts, kind: str) -> Any:

@@ -104,7 +104,9 @@ def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
 
 
 def _test(parts: Parts) -> dict[str, float] | None:
-    """Return the metrics on the test set without `test/`, of `best.ckpt` if there is one; None without a test set.
+    """Return the metrics on the test set, named without `test/`; None without a test set.
+
+    The weights are those of `best.ckpt`, if there is one.
 
     The module then has the weights of `best.ckpt`.
     """

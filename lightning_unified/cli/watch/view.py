@@ -102,7 +102,7 @@ def _progress(run: RunRecord) -> str:
     ends = f" of {figures.total_steps:,} ({_share(figures.step, figures.total_steps)})" if figures.total_steps else ""
     parts = [
         f"step {figures.step:,}{ends}",
-        f"loss {'unknown' if loss is None else loss if isinstance(loss, str) else format(loss, '.4g')}",
+        f"loss {'– (none is logged)' if loss is None else loss if isinstance(loss, str) else format(loss, '.4g')}",
         "" if run.seconds_per_step is None else f"{format_duration(run.seconds_per_step)}/step",
         "" if run.seconds_left is None else f"{format_duration(round(run.seconds_left))} left",
     ]

@@ -12,7 +12,10 @@ from lightning_unified.hardware.sources import Sources, torch_version
 __all__ = ["HAS_COUNTERS_SINCE", "mps_name", "read_mps"]
 
 HAS_COUNTERS_SINCE = (2, 13)
-"""Before, `torch.accelerator.memory_*` fails on MPS: "Allocator for mps is not a DeviceAllocator" (pytorch #186430)."""
+"""Before, `torch.accelerator.memory_*` fails on MPS (pytorch #186430).
+
+The error is "Allocator for mps is not a DeviceAllocator".
+"""
 
 
 def read_mps(sources: Sources, index: int | None = None) -> Reading:

@@ -36,7 +36,9 @@ def varied_section(runs: Sequence[Run]) -> str:
 
 
 def _varied(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Return the varied keys with each run's value, as given on its command line, else as its configuration has it.
+    """Return the varied keys with each run's value.
+
+    A value is the one of the run's command line, else of its configuration.
 
     The value is None where neither has such a key, as for the choice of a group.
     """

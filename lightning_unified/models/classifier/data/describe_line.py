@@ -1,4 +1,7 @@
-"""One line about a classifier's data: rows read, rows left out, the split, the classes, and what may surprise."""
+"""The log line about a classifier's data.
+
+It names the rows read, the rows left out, the split, the classes, and surprises.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

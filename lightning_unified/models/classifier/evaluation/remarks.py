@@ -9,7 +9,10 @@ _SHOWN = 5  # classes in a sentence
 
 
 def remarks(confusion: Sequence[Sequence[int]], label_names: Sequence[str]) -> list[str]:
-    """Return at most one sentence: one answer for all rows, no better than that, or classes that were never answered.
+    """Return at most one sentence about a classifier's failures.
+
+    It says that all rows got one answer, that the classifier is no better than that, or which classes it never
+    predicts.
 
     Args:
         confusion: Rows of class i that were taken for class j.

@@ -132,14 +132,9 @@ class PassageData(ResumableData):
 
     @override
     def describe_line(self) -> str:
-        prepared, parts = self._prepared, self._prepared.parts
-        dropped = parts.dropped_lines
-        return (
-            f"{len(parts.train):,} documents to train, {len(prepared.train):,} passages; {len(parts.validation):,} to validate, "
-            f"{len(prepared.validation):,} passages"
-            + (f", without {dropped:,} of {parts.validation_lines:,} lines that training has" if dropped else "")
-            + f"; vocabulary of {self.vocab_size:,} tokens"
-        )
+        prepared = self._prepared
+        passages = {side: f"{len(getattr(prepared, side)):,} passages" for side in ("train", "validation")}
+        return f"{prepared.parts.describe_line(**passages)}; vocabulary of {self.vocab_size:,} tokens"
 
     def describe(self) -> dict[str, Any]:
         """Return counts of documents, passages and left-out tokens, and bytes of UTF-8."""

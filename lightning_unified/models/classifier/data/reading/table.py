@@ -1,4 +1,6 @@
-"""Rows of a delimited table: delimiter, columns by name or number, and every malformed row refused with its line.
+"""Rows of a delimited table, with columns by name or number.
+
+The reader finds the delimiter and refuses each malformed row by its line number.
 
 The delimiter is the one of comma, semicolon, tab and vertical bar under which the first line names the columns. Of a table without
 names, it is the one that gives the first rows equally many fields.
@@ -25,7 +27,9 @@ _SHOWN = 8  # columns in a message
 
 
 def rows_of(content: str, *, source: str, given: FileFormat) -> Iterator[tuple[str, dict[Column, str]]]:
-    """Yield place and fields of each row of a table; a field is found under its column, `group` and `split` by name.
+    """Yield place and fields of each row of a table.
+
+    A field is named after its column; `group` and `split` keep these names.
 
     Raises:
         ValueError: If a column is missing, or a row has a stray quote or another number of fields than the first.

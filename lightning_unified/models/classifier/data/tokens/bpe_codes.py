@@ -1,4 +1,6 @@
-"""Tokenizers stored as `vocab.txt` and `bpe.codes`, as of BERTweet and PhoBERT: built here as a `tokenizers.Tokenizer`.
+"""Build a `tokenizers.Tokenizer` from `vocab.txt` and `bpe.codes`.
+
+BERTweet and PhoBERT store their tokenizers so.
 
 transformers has only slow ones of this kind. A word is divided by the merges of `bpe.codes`; a piece that does not end its word is
 written with `@@` in `vocab.txt`. A piece that `vocab.txt` lacks is unknown. The merges need such pieces nevertheless, so here they have
@@ -15,7 +17,10 @@ __all__ = ["BEYOND", "CODES", "TWEETS", "VOCABULARY", "load_bpe_codes", "write_b
 CODES, VOCABULARY = "bpe.codes", "vocab.txt"
 BEYOND = "<beyond the vocabulary>"
 TWEETS = "<normalized tweets>"
-"""Name of a token beyond the vocabulary: texts are normalised as BERTweet's tokenizer does before they are encoded."""
+"""Name of a token beyond the vocabulary.
+
+It says that texts are normalised as BERTweet's tokenizer does before they are encoded.
+"""
 
 _FIRST = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3, before those of the file
 _END = "</w>"
@@ -83,7 +88,10 @@ def _merges(file: Path) -> list[tuple[str, str]]:
 
 
 def _piece(token: str) -> str:
-    """Return a token of the file as the merges write it: `ab@@` as `ab`, and `ab`, which ends its word, as `ab</w>`."""
+    """Return a token of the file as the merges write it.
+
+    `ab@@` becomes `ab`; `ab`, which ends its word, becomes `ab</w>`.
+    """
     return token[:-2] if token.endswith("@@") and len(token) > 2 else token + _END
 
 
