@@ -3,6 +3,7 @@
 Each test has one thread, and leaves random state, environment and working directory as they were.
 """
 
+import functools
 import gc
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 
 gc.disable()  # until all test files are imported: collections over the growing heap take a sixth of that time
 
@@ -20,6 +22,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: each core has a worker already
+
+# Each Trainer searches all installed packages for callbacks, which takes longer than the rest of its construction.
+registry.entry_points = functools.cache(registry.entry_points)
+for absent in (
+    torch.cuda,
+    torch.mtia,
+    torch.xpu,
+):  # a seed for an absent device is queued with a stack trace, a millisecond each
+    if not absent.is_available():
+        absent.manual_seed_all = lambda seed: None
 
 # programs that tests start, from any folder, import this checkout and keep the other paths
 ROOT = str(Path(__file__).parents[1])
@@ -35,7 +47,10 @@ LONG = {
     "test_faults.py",
     "test_run.py",
     "test_ddp.py",
-    "test_predict.py",
+    "test_fitting.py",
+    "test_unified.py",
+    "test_resume.py",
+    "test_checkpoint_files.py",
     "test_real_limit.py",
     "test_recovery_corners.py",
     "test_stop.py",

@@ -1,14 +1,14 @@
 """Commands that run inside the test's process, small and in a folder of their own."""
 
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from lightning_unified.cli.train import train
+from tests.support import ROOT
 
-CONF = str(Path(__file__).resolve().parents[2] / "conf")
+CONF = str(ROOT / "conf")
 TINY = (
     "hardware=cpu",
     "data=builtin",

@@ -1,6 +1,6 @@
 """A wrong override or flag is answered by one line: what was given, what is allowed, and exit code 2.
 
-`test_mistakes.py` has the wrong overrides that must leave nothing behind; tests/test_wrong_arguments.py has Python's arguments.
+`test_mistakes.py` has the wrong overrides that must leave nothing behind; tests/trainer/test_wrong_arguments.py has Python's arguments.
 """
 
 import re
@@ -39,7 +39,8 @@ TRAIN = {
     "workers below nothing": (("hardware.num_workers=-1",), r"hardware\.num_workers=-1 .*at least 0, or auto"),
     "no threads": (("hardware.host_threads=0",), r"hardware\.host_threads=0 .*at least 1, or auto"),
     "an unknown start": (("hardware.start_method=thread",), "'thread' is not known; use one of auto, fork"),
-    "an unknown compilation": (("hardware.compile=maybe",), r"hardware\.compile='maybe' is not known; use true"),
+    "an unknown compilation": (("memory.compile=maybe",), r"memory\.compile=maybe: .*auto, blocks"),
+    "compilation by its former key": (("hardware.compile=true",), r"hardware\.compile has become memory\.compile"),
     "an unknown recomputation": (("memory.recompute=maybe",), r"memory\.recompute=maybe: .*true or false or auto"),
     "an unknown kernel": (("memory.optimizer_kernel=fast",), r"memory\.optimizer_kernel=fast: .*one of keep, auto"),
     "an unknown window": (("memory.window_mean=rows",), r"memory\.window_mean=rows: .*one of batches, terms"),

@@ -89,7 +89,6 @@ def test_what_is_written_is_kept(machine):
         "host_threads": 1,
         "optimizer_kernel": "forloop",
         "attention": "math",
-        "compile": True,
     }
 
     assert asdict(resolve(machine("rtx4090"), **written)) == written

@@ -151,7 +151,7 @@ def test_a_long_directory_loses_its_first_folders_and_no_word_is_broken(sources,
     ("changes", "said"),
     [
         ({"loss": "nan"}, "loss nan"),
-        ({"loss": None, "total_steps": None}, "step 12,345, loss unknown, 200 ms/step"),
+        ({"loss": None, "total_steps": None}, "step 12,345, loss – (none is logged), 200 ms/step"),
         ({"seconds_per_step": None}, "(62%), loss 2.312"),
         ({"recoveries": 1}, "1 recovery"),
     ],

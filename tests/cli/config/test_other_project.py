@@ -1,21 +1,23 @@
 """Another project's Hydra program uses the groups with the lines that `conf/unified.yaml` states."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from lightning_unified.strategies import UnifiedStrategy
+from tests.support import ROOT
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
+CONF = ROOT / "conf"
 LINES = [line.lstrip("# ") for line in (CONF / "unified.yaml").read_text().splitlines() if line.startswith("#   ")]
 
 
 @pytest.fixture
 def composed(tmp_path):
-    """Return a function that composes the configuration of a project in `tmp_path`, given further lines and overrides."""
+    """Return a function that composes the configuration of a project in `tmp_path`.
+
+    It takes further lines of the configuration, and overrides.
+    """
     # the folder in place of the installed package, so that the tests read this tree
     recipe = "\n".join(LINES).replace("pkg://lightning_unified.conf", f"file://{CONF}")
 

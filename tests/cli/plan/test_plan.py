@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -29,8 +28,9 @@ from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
 from lightning_unified.planner import predict
+from tests.support import ROOT
 
-CONF = str(Path(__file__).resolve().parents[3] / "conf")
+CONF = str(ROOT / "conf")
 GIB = 2**30
 TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
 MINE = f"{__file__}:"

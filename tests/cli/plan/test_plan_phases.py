@@ -5,7 +5,6 @@ Sampling is not traced.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,9 @@ from lightning_unified.cli.plan.planner_calls import with_phases
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render import does_fit
+from tests.support import ROOT
 
-CONF = str(Path(__file__).resolve().parents[3] / "conf")
+CONF = str(ROOT / "conf")
 
 
 def plan(*, taken, rows=4, generation=0):

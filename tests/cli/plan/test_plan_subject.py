@@ -4,7 +4,6 @@ Batches come from data and from a user's own functions.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from lightning_unified.cli.plan.subject import subject_of
 from lightning_unified.cli.plan.weightless import without_memory
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
+from tests.support import ROOT
 
-CONF = str(Path(__file__).resolve().parents[3] / "conf")
+CONF = str(ROOT / "conf")
 MINE = f"{__file__}:"
 
 

@@ -1,5 +1,7 @@
-"""Ctrl-C says what is kept, and paths with = are read as they are printed."""
+"""Ctrl-C says what is kept, errors come last, and paths with = are read as they are printed."""
 
+import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,41 @@ def test_ctrl_c_after_the_training_names_the_checkpoint_and_the_command(command,
 
     assert done.code == 130
     assert "interrupted: a=b/run/checkpoints/last.ckpt is kept; go on with: python train.py 'resume=" in done.err
+
+
+@contextmanager
+def shown(doing):
+    """Stand for an activity that took long enough to be shown."""
+    try:
+        yield
+    finally:
+        sys.stderr.write(f"{doing}: 5.04 s\n")
+
+
+@pytest.mark.parametrize(
+    ("doing", "given", "last"),
+    [
+        ("loading libraries", "memory.budget=4000TiB", "this cannot be run: "),
+        ("preparing data and model", "data.path=absent.txt", "this cannot be run: "),
+    ],
+)
+def test_the_error_is_the_last_thing_printed(command, tiny, monkeypatch, doing, given, last):
+    monkeypatch.setattr("lightning_unified.cli.run.job.activity", shown)
+    done = command("memory=debug", "trainer.max_steps=2", *tiny, given)
+
+    assert done.code == 2
+    activity, error = done.err.index(f"{doing}: 5.04 s\n"), done.err.index(last)
+    assert activity < error
+    assert "5.04 s" not in done.err[error:]
+
+
+def test_what_ctrl_c_left_is_the_last_thing_printed(command, tiny, monkeypatch):
+    monkeypatch.setattr("lightning_unified.cli.run.job.activity", shown)
+    monkeypatch.setattr("lightning_unified.cli.run.parts.build", raising)
+    done = command("memory=debug", "trainer.max_steps=2", *tiny)
+
+    assert done.code == 130
+    assert done.err.endswith("preparing data and model: 5.04 s\n\ninterrupted: nothing was saved\n")
 
 
 @pytest.mark.parametrize(

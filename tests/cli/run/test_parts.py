@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-from lightning import LightningModule
 from omegaconf import OmegaConf
 
 from lightning_unified.cli.config.bounded_files import printable
@@ -18,7 +16,6 @@ from lightning_unified.cli.main import main
 from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.machine import hardware_settings
 from lightning_unified.cli.run.metrics import Curve, read_curves
-from lightning_unified.cli.run.parts import compiled
 from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError
@@ -144,17 +141,6 @@ def test_the_summary_of_data_without_tokens_or_steps_is_printed(capsys):
 
     assert "0 steps in 250 ms\n" in out
     assert "3 steps with NaN (2) or Inf (1)\n" in out
-
-
-def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():
-    module = LightningModule()
-    module.net = torch.nn.Linear(2, 2)
-    with compiled(module, wanted=False):
-        assert module.net._compiled_call_impl is None
-    with compiled(module, wanted=True):
-        assert module.net._compiled_call_impl is not None
-        assert module._compiled_call_impl is None
-    assert module.net._compiled_call_impl is None
 
 
 def test_allocators_are_prepared_before_the_hardware_is_looked_at(monkeypatch):

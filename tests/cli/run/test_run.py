@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.public_surface.subjects import check, key_lines
+from tests.repository.public_surface.subjects import check, key_lines
 
 FILES = (
     "config.yaml",

@@ -59,7 +59,7 @@ def test_a_resumed_run_stays_on_the_simulated_machine(command, tiny, tmp_path):
         slow(("hardware=cpu", "simulate=h200"), "use hardware=cuda or hardware=auto, or simulate another machine"),
         slow(("hardware=jetson", "simulate=gb10-128gb"), "use hardware=dgx_spark or hardware=auto"),
         slow(("simulate=m2-16",), "simulate=m2-16 is not a known machine; did you mean m2-16gb?"),
-        (("simulate=m2-16gb", "hardware.compile=true"), "compiled code takes memory where it cannot be counted"),
+        (("simulate=m2-16gb", "memory.compile=blocks"), "compiled code takes memory where it cannot be counted"),
         (("simulate=m2-16gb", "trainer.strategy=auto"), "only the unified strategy runs on a simulated machine"),
         slow(("simulate=m2-16gb", "memory=large"), "a budget of 28.00 GiB is above the pool of mps, 11.84 GiB"),
     ],

@@ -5,13 +5,13 @@ Processes and signals are real.
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.programs import Program
 
-TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+TRAIN = ROOT / "train.py"
 DEADLINE = 120
 
 

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.cli.config.composition import composed, searching
-from lightning_unified.cli.config.sweeper import OptunaSweeper, direction_of
+from lightning_unified.cli.config.sweeper import direction_of, drawn
 from lightning_unified.cli.run.result import objective_of
 
 
@@ -78,26 +78,24 @@ DRAWN = {
 @pytest.mark.parametrize("override", DRAWN)
 def test_a_sweep_draws_values_of_the_overrides_kind(override):
     optuna = pytest.importorskip("optuna", minversion="4")
-    sweeper = OptunaSweeper(n_trials=9, n_jobs=1, direction="minimize", seed=0, storage=None, study_name=None)
-    sweeper._config = OmegaConf.create({"trainer": {"max_epochs": 3}, "a": {"b": 0.5}})
+    config = OmegaConf.create({"trainer": {"max_epochs": 3}, "a": {"b": 0.5}})
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     (parsed,) = OverridesParser.create().parse_overrides([override])
 
-    drawn = {sweeper._drawn(study.ask(), parsed) for _ in range(60)}
+    values = {drawn(study.ask(), parsed, config) for _ in range(60)}
 
-    assert drawn == {f"{override.partition('=')[0]}={value}" for value in DRAWN[override]}
+    assert values == {f"{override.partition('=')[0]}={value}" for value in DRAWN[override]}
 
 
 def test_a_logarithmic_interval_draws_small_values_as_often():
     optuna = pytest.importorskip("optuna", minversion="4")
-    sweeper = OptunaSweeper(n_trials=9, n_jobs=1, direction="minimize", seed=0, storage=None, study_name=None)
-    sweeper._config = OmegaConf.create({})
+    config = OmegaConf.create({})
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     (parsed,) = OverridesParser.create().parse_overrides(["rate=tag(log,interval(1e-5,1e-1))"])
 
-    drawn = [float(sweeper._drawn(study.ask(), parsed).partition("=")[2]) for _ in range(200)]
+    values = [float(drawn(study.ask(), parsed, config).partition("=")[2]) for _ in range(200)]
 
-    assert 70 < sum(value < 1e-3 for value in drawn) < 130
+    assert 70 < sum(value < 1e-3 for value in values) < 130
 
 
 @pytest.mark.slow

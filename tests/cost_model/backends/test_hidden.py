@@ -113,7 +113,10 @@ CONVOLUTIONS = [
     convolution(8, 64, 64, 16, 1),
     convolution(8, 32, 16, 16, 2, stride=2, transposed=True),
 ]
-"""What the table says is asked of the real kernels of this CPU; oneDNN's choice of layout belongs to the machine it was measured on."""
+"""Calls whose hidden memory the real kernels of this CPU confirm.
+
+oneDNN's choice of layout belongs to the machine it was measured on.
+"""
 
 
 def test_what_a_cpu_kernel_takes_unseen_is_what_it_takes(taken):

@@ -94,13 +94,14 @@ def test_the_reserve_is_what_cudnn_printed(fake, bytes_made, name, published):
 
 
 @pytest.mark.parametrize(
-    ("positions", "units", "layers", "recorded"), [(6400, 512, 2, 114_819_840), (8192, 1024, 3, 368_575_232)]
+    ("positions", "units", "layers", "dropout", "recorded"),
+    [(6400, 512, 2, 0.0, 114_819_840), (8192, 1024, 3, 0.1, 368_575_232)],
 )
-def test_the_workspace_is_near_what_a_gpu_took(fake, bytes_made, positions, units, layers, recorded):
-    module = nn.LSTM(units, units, layers)
+def test_the_workspace_is_near_what_a_gpu_took(fake, bytes_made, positions, units, layers, dropout, recorded):
+    module = nn.LSTM(units, units, layers, dropout=dropout)
     with mimic("cuda"), bytes_made:
         module(torch.empty(positions // 64, 64, units))
-    assert any(count == pytest.approx(recorded, rel=0.07) for count in bytes_made.counts)
+    assert any(count == pytest.approx(recorded, rel=0.001) for count in bytes_made.counts)
 
 
 def test_dropout_between_layers_keeps_a_bit_an_entry(fake, kept):
@@ -155,7 +156,7 @@ def test_rows_of_unequal_length_run_packed(fake):
 def test_autocast_lowers_a_recurrence_as_a_whole(fake):
     module = nn.LSTM(WIDTH, HIDDEN)
     with mimic("cuda"), torch.autocast("cuda", torch.bfloat16):
-        assert module(torch.empty(STEPS, ROWS, WIDTH))[0].dtype is torch.bfloat16
+        assert module(torch.empty(STEPS, ROWS, WIDTH))[0].dtype is torch.float16  # cuDNN's, whatever autocast's
 
 
 @pytest.mark.parametrize(("backend", "together"), [("cpu", False), ("cuda", True), ("rocm", True), ("mps", False)])

@@ -1,4 +1,7 @@
-"""The number of epochs follows the number of rows, and a classifier that learnt nothing is said to have learnt nothing."""
+"""The number of epochs follows the number of rows.
+
+A remark names a classifier that learnt nothing.
+"""
 
 import pytest
 

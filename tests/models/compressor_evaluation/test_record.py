@@ -2,11 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support import ROOT
+
 RECORD = json.loads((ROOT / "benchmarks" / "models" / "compressor" / "quality.json").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs" / "models" / "compressor.md").read_text(encoding="utf-8")
 READERS = {"own_reader": "judged by its own reader", "practised_reader": "by one that practised on all"}

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.programs import run_program
 
-PROGRAM = Path(__file__).parents[2] / "support" / "runs" / "limited.py"
+PROGRAM = ROOT / "tests" / "support" / "runs" / "limited.py"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is enforced on Linux only")
 

@@ -1,4 +1,7 @@
-"""Iterators in places that a step may change: put back at their position, or refused by name if a step drew from them."""
+"""Iterators that a step may draw from are put back at their position.
+
+Others are refused by name if a step drew from them.
+"""
 
 import collections
 import itertools

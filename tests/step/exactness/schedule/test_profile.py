@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_unified.step.exactness.facts import figures
+from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 
 SEEN = {
@@ -151,7 +153,7 @@ def test_leaves_of_one_shape_have_the_facts_that_each_has_alone():
 
 def test_the_values_of_a_large_leaf_are_those_of_a_small_one(monkeypatch):
     small = facts_of(SEEN, 8)
-    monkeypatch.setattr("lightning_unified.step.exactness.facts.profile._LARGE", 4)
+    monkeypatch.setattr("lightning_unified.step.exactness.facts.figures._LARGE", 4)
 
     assert facts_of(SEEN, 8) == small
 
@@ -199,3 +201,42 @@ def test_formats_of_eight_bits_have_facts():
     x = torch.tensor([[0.0, 1.0], [2.0, 4.0]] * 4)
 
     assert facts_of({"x": x.to(torch.float8_e4m3fn)}, 8) == facts_of({"x": x}, 8)
+
+
+def moved(batch):
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("name", [*NEWS, *ORDINARY])
+def test_figures_from_before_a_move_give_the_same_facts_without_a_transfer(name, monkeypatch):
+    host = {**NEWS, **ORDINARY}[name]
+    device, known = moved(host), HostFigures()
+    known.is_wanted = True
+    known.note(host, device)
+    rows = len(host["x"])
+    expected = facts_of(device, rows)
+
+    assert facts_of(device, rows, known) == expected
+    if all(isinstance(value, torch.Tensor) for value in host.values()):
+        monkeypatch.setattr(figures, "_on_host", lambda found: [] if not found else pytest.fail("it looked"))
+        assert facts_of(device, rows, known) == expected
+
+
+def test_a_tensor_that_was_written_after_the_move_is_looked_at_again():
+    host = {"x": torch.randn(8, 3), "y": torch.arange(8) % 4}
+    device, known = moved(host), HostFigures()
+    known.is_wanted = True
+    known.note(host, device)
+    device["y"][3] = 60
+
+    assert ("y", "value", 60) in facts_of(device, 8, known)
+
+
+def test_figures_of_another_batch_are_forgotten():
+    host = {"y": torch.arange(8) % 4}
+    known, device = HostFigures(), moved(host)
+    known.is_wanted = True
+    known.note(host, device)
+    known.note(host, moved(host))
+
+    assert known.of(device["y"]) is None

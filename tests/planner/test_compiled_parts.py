@@ -1,0 +1,135 @@
+"""Compiled modules in a dry run: what their graphs keep, and compiled functions that no module holds."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from lightning_unified import predict
+from lightning_unified.cost_model.trace.trace import Take
+from lightning_unified.errors import DryRunError
+from lightning_unified.planner.dry_run import DryRun, StepSpec
+
+WIDTH, CLASSES, LENGTH, ROWS = 32, 2048, 16, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(CLASSES, WIDTH), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens):
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.cross_entropy(functional.linear(hidden, self.table.weight).flatten(0, 1), tokens.flatten())
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch["x"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def batch():
+    return {"x": torch.zeros(ROWS, LENGTH, dtype=torch.long)}
+
+
+def kept_bytes(module, recompute=None):
+    trace = DryRun(StepSpec(module=module, batch=batch()), recompute=recompute).run(ROWS)
+    of_step = ("activations", "logits")
+    return sum(one.bytes for one in trace.events if isinstance(one, Take) and one.category in of_step)
+
+
+def really_kept_bytes(module):
+    """Return the bytes of the tensors that a real forward pass saves, weights and the batch left out."""
+    torch.compiler.reset()
+    given, own = batch(), {one.untyped_storage().data_ptr() for one in module.parameters()}
+    own.add(given["x"].untyped_storage().data_ptr())
+    module.training_step(given, 0).backward()  # compiles
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        module.training_step(given, 0)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_a_compiled_block_keeps_what_its_partitioned_graph_saves():
+    module = Module()
+    for block in module.net.blocks:
+        block.compile(backend="aot_eager_decomp_partition")
+
+    assert kept_bytes(module) == pytest.approx(really_kept_bytes(module), abs=64)  # the loss keeps a scalar or two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["blocks", "whole"])
+def test_a_checkpointed_compiled_block_keeps_its_input_only(kind):
+    module = Module()
+    for part in module.net.blocks if kind == "blocks" else [module.net]:
+        part.compile(backend="aot_eager_decomp_partition")
+    saved = kept_bytes(module) - kept_bytes(module, recompute=True)
+
+    inside = ROWS * LENGTH * 4 * WIDTH * 4  # the widest tensor of a block, of which a compiled block keeps two at most
+    assert 3 * inside <= saved <= 9 * inside
+
+
+def test_a_compiled_module_makes_no_tensor_that_its_kernels_fuse():
+    eager, compiled = Module(), Module()
+    compiled.net = torch.compile(compiled.net)
+    logits = ROWS * LENGTH * CLASSES * 4
+
+    before, now = (predict(one, batch(), device="cuda").peak_bytes for one in (eager, compiled))
+    assert before - now > 1.5 * logits  # logits, log-probabilities and their gradient become one tensor
+
+
+def test_a_compiled_function_is_planned_where_a_module_holds_it():
+    global_loss = torch.compile(functional.cross_entropy)
+
+    class Held(Module):
+        def __init__(self):
+            super().__init__()
+            self.loss = torch.compile(functional.cross_entropy)
+
+        def training_step(self, batch, batch_idx):
+            hidden = self.net.table(batch["x"])
+            logits = functional.linear(hidden, self.net.table.weight)
+            return self.loss(logits.flatten(0, 1), batch["x"].flatten())
+
+    class Loose(Held):
+        def training_step(self, batch, batch_idx):
+            self.loss = global_loss
+            return super().training_step(batch, batch_idx)
+
+    class Eager(Held):
+        def training_step(self, batch, batch_idx):
+            self.loss = functional.cross_entropy
+            return super().training_step(batch, batch_idx)
+
+    held, eager = (predict(kind(), batch(), device="cuda").peak_bytes for kind in (Held, Eager))
+    assert eager - held > 0.5 * ROWS * LENGTH * CLASSES * 4
+    with pytest.raises(DryRunError, match="calls a function that torch"):
+        predict(Loose(), batch(), device="cuda")

@@ -1,0 +1,94 @@
+"""A split step at any row length, from dry runs at three lengths."""
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.cost_model.memory.peak import peak
+from lightning_unified.cost_model.trace.interpolation import MisalignedError
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.row_lengths import RowLengths, aligned
+from lightning_unified.planner.step_traces import StepTraces
+from lightning_unified.units import MIB
+
+ROWS, WIDTH = 16, 8
+
+
+class Attends(L.LightningModule):
+    """One attention layer whose rows may have any length; `ragged` rows take memory by their values."""
+
+    def __init__(self, *, ragged: bool = False):
+        super().__init__()
+        self.table, self.ragged = torch.nn.Embedding(50, WIDTH), ragged
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch, batch_idx):
+        tokens = batch["tokens"]
+        rows = self.table(tokens).unflatten(2, (2, WIDTH // 2)).transpose(1, 2)
+        mask = (tokens > 0)[:, None, None].expand(-1, 1, tokens.shape[1], -1)
+        attended = functional.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask)
+        kept = attended.mean() * torch.ones(int((tokens > 0).sum()), WIDTH) if self.ragged else attended
+        return (kept**2).mean()
+
+
+def tokens_of(*lengths):
+    longest = max(lengths)
+    rows = [[1] * length + [0] * (longest - length) for length in lengths]
+    return {"tokens": torch.tensor(rows * (ROWS // len(rows)))}
+
+
+def learnt(module, backend):
+    step = StepSpec(module=module, batch=tokens_of(300, 120), backend=backend)
+    combination, traces = Combination(precision="32-true"), StepTraces(step)
+    traces.of(combination).exactly(4, parts=4)
+    lengths = RowLengths(traces, combination)
+    lengths.learn(tokens_of(260, 50), length=260)
+    return lengths
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mps"])
+def test_another_length_takes_the_bytes_of_its_own_dry_run(backend):
+    module = Attends()
+    lengths = learnt(module, backend)
+
+    for length, first, later in ((127, 4, 4), (511, 6, 5)):
+        found = lengths.sizes(length, rows=ROWS, row_bytes=0)
+        own = DryRun(StepSpec(module=module, batch=tokens_of(length, 70), backend=backend)).run(first, 2, later)
+        assert peak(found._trace(first, 2, later)).bytes == peak(own).bytes
+
+
+def test_a_step_that_takes_memory_by_its_values_is_refused():
+    with pytest.raises(MisalignedError):
+        learnt(Attends(ragged=True), "cuda")
+
+
+def test_a_length_counts_as_a_longer_one_that_kernels_pad_by_one_entry():
+    assert [aligned(length) for length in (1, 127, 128, 255, 256)] == [127, 127, 255, 255, 383]
+
+
+def test_a_fit_of_ragged_rows_traces_no_length_twice(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
+    batches = [tokens_of(length, 40) for length in (200, 150, 240, 60)]
+    strategy = UnifiedStrategy(simulate="h200", budget="12MiB", recompute=False, check_split=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Attends(), DataLoader(batches, batch_size=None))
+
+    events = [event.split(" in ")[0] for event in strategy.events]
+    assert strategy.recoveries == 0
+    assert events.count("planned") == 1
+    assert events.count("another row length planned") == 2
+    assert strategy.simulated.allocator.peak_reserved <= 12 * MIB

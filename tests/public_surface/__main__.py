@@ -1,9 +1,0 @@
-"""Record the public surface anew: `python -m tests.public_surface`.
-
-Review the difference and describe it in CHANGELOG.md.
-"""
-
-from tests.public_surface.subjects import SUBJECTS, record
-
-for subject in SUBJECTS:
-    print(f"{subject.path.name}: {'changed' if record(subject) else 'unchanged'}")
