@@ -6,7 +6,7 @@ The seconds of all checks of a fit, and of looking at each batch for whether it 
 wait for the device around each. Every fit is made in a process of its own, so that each pays for loading kernels. Rows are ragged, so
 that batches with new lengths are checked as they come. The bars: at most 3 % at five micro-batches and more, at most 8 % at two.
 
-Usage: python -m benchmarks.exactness.check_cost [--device cuda] [--steps 200] [--positions 512]
+Usage: python -m benchmarks.exactness.check_cost [8x4 ...] [--device cuda] [--steps 200] [--positions 512]
        (writes benchmarks/exactness/check_cost.json; about 8 minutes on an H200)
 """
 
@@ -140,6 +140,7 @@ def alone(*setting: int, **options: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", default=[f"{parts}x{rows}" for parts, rows in SETTINGS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--positions", type=int, default=512)
@@ -152,7 +153,13 @@ def main() -> None:
         "positions": options.positions,
         "precision": options.precision,
     }
-    rows = [alone(*sizes, **setting) for sizes in SETTINGS]
+    accelerator = torch.cuda.get_device_name() if options.device == "cuda" else "none"
+    record = {**origin("python -m benchmarks.exactness.check_cost"), "accelerator": accelerator, **setting}
+    rows: list[dict[str, Any]] = []
+    for sizes in options.settings:
+        rows.append(alone(*map(int, sizes.split("x")), **setting))
+        print(rows[-1], flush=True)
+        write({**record, "runs": rows}, options.output)  # after each, so that a run that is cut off keeps the others
     shown = {
         f"{row['micro-batches']} of {row['rows of each']} rows": {
             name: row[name]
@@ -161,14 +168,6 @@ def main() -> None:
         for row in rows
     }
     print(markdown(shown, first="a step of"))
-    accelerator = torch.cuda.get_device_name() if options.device == "cuda" else "none"
-    record = {
-        **origin("python -m benchmarks.exactness.check_cost"),
-        "accelerator": accelerator,
-        **setting,
-        "runs": rows,
-    }
-    write(record, options.output)
 
 
 if __name__ == "__main__":

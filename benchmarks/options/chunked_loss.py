@@ -82,6 +82,7 @@ def main() -> None:
             "all logits": whole,
             f"torch's operators, {own} rows": chunked(own, fused=False),
             **{f"fused, {chunk} rows": chunked(chunk, fused=True) for chunk in CHUNKS},
+            "fused, gradients in the forward pass": chunked(None, fused=True),
         }
         for way, loss in ways.items():
             shape = {"rows": rows, "width": width, "classes": classes, "way": way}

@@ -76,7 +76,10 @@ class Steps(L.Callback):
 
 
 def thinned(samples: list[int]) -> list[int]:
-    """Return at most `KEPT` values in MiB, each the highest of its share of the samples; repeated values count once."""
+    """Return at most `KEPT` values in MiB: the maxima of equal shares of the samples.
+
+    Repeated values count once.
+    """
     changes = [held for number, held in enumerate(samples) if number == 0 or held != samples[number - 1]]
     shares = [changes[len(changes) * share // KEPT : len(changes) * (share + 1) // KEPT] for share in range(KEPT)]
     return [round(max(share) / MIB) for share in shares if share]

@@ -59,7 +59,7 @@ def _of_module(kind: Kind, device: str, seen: Counter) -> Iterator[Cell]:
     """
     left = list(product(_PRECISIONS[device], (False, True)[: 1 + kind.has_blocks], OPTIMIZERS, (0, 1)))
     own: Counter = Counter()
-    for _ in range(_EACH[device]):
+    for _ in range(_EACH[device] if kind.settings is None else kind.settings):
         chosen = min(left, key=lambda one: 4 * _often(one, own) + _often(one, seen))
         left.remove(chosen)
         for counter in (own, seen):

@@ -40,7 +40,10 @@ PRECISION = {"cpu": "32-true", "cuda": "bf16-mixed"}
 """What is trained in, by device."""
 
 STEPS = 3
-"""Of a fit: the second is the first with an optimizer's state, the third the first that begins with what such a step left behind."""
+"""Steps of a fit.
+
+The second is the first with optimizer state. The third is the first that begins with the memory such a step left behind.
+"""
 
 FIXED = {"budget": "90%", "recover": False, "predict": False, "batch_norm": "micro", "check_split": False}
 """Of a strategy that applies the given settings and nothing else."""
@@ -53,10 +56,13 @@ AMPLE = 2**33
 """Bytes of a budget that every batch fits into undivided, on a CPU."""
 
 GRAIN = 2**24
-"""On a CPU, the bytes to which a peak without a limit is rounded up: two fits of one kind are 1 or 2 MiB apart."""
+"""Bytes to which a CPU's peak without a limit is rounded up.
+
+Two fits of one kind are 1 or 2 MiB apart.
+"""
 
 MAPPED = 2**17
-"""On a CPU, the bytes from which blocks are mapped one by one: glibc's own figure at the start of a process, held there."""
+"""Bytes from which a CPU's blocks are mapped one by one: the value of glibc at the start of a process."""
 
 
 class Limit(L.Callback):

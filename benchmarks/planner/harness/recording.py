@@ -21,7 +21,7 @@ from benchmarks.planner.harness.pool import Task, look_at_gpu, run_all
 from benchmarks.planner.zoo.hub import has_peft, has_transformers
 from benchmarks.records import origin, write
 
-__all__ = ["Progress", "Record", "errors", "measure", "parser"]
+__all__ = ["Progress", "Record", "begin", "errors", "measure", "parser"]
 
 
 def parser(doc: str, *, name: str, jobs: int) -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def measure(
     if options.summary is not None:
         print("\n\n".join(tables(_rows(options.summary))))
         return 0
-    about, found, capacity = _begin(options)
+    about, found, capacity = begin(options)
     record = Record(_output(options), about={"what": what, **about}, summarise=summarise)
     leader = progress(record, options)
     run_all(leader.begin(), jobs=options.jobs, done=leader.done, capacity=capacity, start=start or found)
@@ -122,7 +122,7 @@ def _output(options: argparse.Namespace) -> Path:
     return (options.output or folder / f"{options.name}_{options.device}.json").absolute()
 
 
-def _begin(options: argparse.Namespace) -> tuple[dict[str, Any], str, int | None]:
+def begin(options: argparse.Namespace) -> tuple[dict[str, Any], str, int | None]:
     """Return a record's facts about the machine, and the bytes of all processes together.
 
     They include how processes start on the device.

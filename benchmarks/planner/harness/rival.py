@@ -20,7 +20,10 @@ from lightning_unified.step.split.rules import rules_of
 __all__ = ["WORKSPACE", "tracked"]
 
 WORKSPACE = 65 * 2**20
-"""What no tracker sees on CUDA: cuBLAS takes 32 MiB for each of the two threads that multiply, cublasLt 1 MiB."""
+"""Bytes on CUDA that no tracker sees.
+
+cuBLAS takes 32 MiB for each of the two threads that multiply, cublasLt 1 MiB.
+"""
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

@@ -129,10 +129,10 @@ def _batch(cell: Cell) -> dict[str, Tensor]:
     return cell.kind.batch(cell.device, cell.rows)
 
 
-def on_gpu(cell: Cell) -> dict[str, Any]:
-    """Return the GPU's peaks, over the steady state and over all."""
+def on_gpu(cell: Cell, callbacks: Iterable[L.Callback] = ()) -> dict[str, Any]:
+    """Return the GPU's peaks, over the steady state and over all; `callbacks` watch the fit."""
     peaks = _Peaks()
-    trainer = _trained(cell, _batch(cell), [peaks])
+    trainer = _trained(cell, _batch(cell), [peaks, *callbacks])
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "allocated": peaks.steady[0],

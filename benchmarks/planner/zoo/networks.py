@@ -4,6 +4,7 @@ A perceptron, convolutions, recurrent nets, a U-Net and message passing on graph
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -156,10 +157,12 @@ class Graph(nn.Module):
     The graphs lie side by side as one, and each node has a class.
     """
 
+    layer: Callable[[int], nn.Module] = _Messages
+
     def __init__(self, *, features: int, width: int, depth: int, classes: int = 16) -> None:
         super().__init__()
         self.enter, self.head = nn.Linear(features, width), nn.Linear(width, classes)
-        self.layers = nn.ModuleList(_Messages(width) for _ in range(depth))
+        self.layers = nn.ModuleList(type(self).layer(width) for _ in range(depth))
 
     def forward(self, nodes: Tensor, edges: Tensor, label: Tensor) -> Tensor:
         graphs, count, _ = nodes.shape

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.recovery.campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
+from benchmarks.recovery.campaign.fault_kinds import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
 from benchmarks.recovery.campaign.recipes import NORMS, Recipe, draw_recipe
 from lightning_unified.hardware.pressure.reader import Level
 from lightning_unified.hardware.simulated import PROFILES
