@@ -1,4 +1,4 @@
-"""Build the manual: Sphinx with MyST, notebooks as they were executed, and an API reference from docstrings."""
+"""Configure Sphinx: MyST pages, executed notebooks, an API reference from docstrings."""
 
 import sys
 import tempfile
@@ -29,13 +29,15 @@ exclude_patterns += [
     str(path.relative_to(HERE)) for path in (HERE / "decisions").rglob("*.md") if path.name != "index.md"
 ]
 html_theme = "furo"
+html_theme_options = {"light_css_variables": {"color-code-background": "#f5f6f8"}}
 html_static_path = ["_site/static"]
 html_css_files = ["manual.css"]
+html_favicon = "_site/static/favicon.svg"
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
-pygments_style = "friendly"
-pygments_dark_style = "github-dark"
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
 
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4  # links to #sections work as they do on a code host

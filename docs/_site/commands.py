@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from tests.public_surface.subjects import parsers
+from tests.repository.public_surface.subjects import parsers
 
 __all__ = ["described"]
 

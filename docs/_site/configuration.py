@@ -55,7 +55,10 @@ def choices(group: str) -> list[Choice]:
 
 
 def described(group: str) -> str:
-    """Return the group as Markdown. Choices with the same keys share one table, with a column of defaults for each choice."""
+    """Return the group as Markdown.
+
+    Choices with the same keys share one table, with a column of defaults for each choice.
+    """
     together: dict[tuple[str, ...], list[Choice]] = defaultdict(list)
     for choice in choices(group):
         together[tuple(key.name for key in choice.keys)].append(choice)
@@ -64,7 +67,10 @@ def described(group: str) -> str:
 
 
 def meaning_of(key: str, group: str, choice: Choice) -> str:
-    """Return a key's meaning: from the choice, else from those that it completes, from its group, or from any group."""
+    """Return a key's meaning.
+
+    The choice's own comment comes first, then those of the choices that it completes, of its group, and of any group.
+    """
     of_group = choices(group)
     bases = [base for name in choice.bases for base in of_group if base.name == name]
     everywhere = [other for name in groups() for other in choices(name)]
@@ -120,7 +126,7 @@ def _choice(path: Path, name: str) -> Choice:
 
 
 def _leaves(node: yaml.Node, text: str, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield each key below `node` that holds no further keys, its value as written, and the comment on its line."""
+    """Yield each key below `node` without sub-keys, its value as written, and its comment."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:

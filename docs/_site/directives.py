@@ -69,7 +69,10 @@ class Records(_Generated):
 
 
 def with_plain_returns(_app: Sphinx, what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:
-    """Mark descriptions as text: napoleon takes the words before a colon for a type, and types are annotations here."""
+    """Mark descriptions of returned values as text.
+
+    Napoleon takes the words before a colon for a type; here, annotations give the types.
+    """
     if what in {"attribute", "property"} and ":" in lines[0]:
         lines[0] = f": {lines[0]}"
     for number, line in enumerate(lines[:-1]):

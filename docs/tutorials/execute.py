@@ -1,30 +1,37 @@
 """Execute the tutorials, and check or store their outputs.
 
 Usage: `python docs/tutorials/execute.py [NAME ...]` executes the named notebooks, or all, and writes their outputs into the files.
-`--quick` executes them with fewer steps and writes nothing: a cell whose metadata has `quick` runs these lines after its own.
+`--check` writes nothing and compares the outputs with the stored ones. Words must be equal, and numbers equal within 2 %. A cell's metadata
+may allow more: `"within": 0.3`, or the tag `varies`, for which only the kinds of outputs are compared.
 """
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-
-import nbformat
-from nbclient import NotebookClient
-from nbformat import NotebookNode
+from typing import Any
 
 FOLDER = Path(__file__).parent
 LARGEST = 300_000
 """Most bytes of a notebook's file."""
-CELL_SECONDS = 900
+CELL_SECONDS = 3600  # a guard against hanging, also on a busy machine
 PRIVATE = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|usr|opt|var|work|mnt|Users|private)/[^\s'\")]*|\b[A-Z]:\\\S+")
 _PLAIN = "import os; os.environ.pop('FORCE_COLOR', None); os.environ.pop('CLICOLOR_FORCE', None)"  # kernels set both
-KEPT = {"tags", "quick"}
+KEPT = {"tags", "within"}
+VARIES = "varies"
+WITHIN = 0.02
+ROUNDING = 1e-5
+"""Numbers below this are differences by rounding, equal to each other."""
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_TIME_OF_THIS_RUN = re.compile(r"^(?:. Predicted in [\d.]+ (?:s|min)\.|[a-z' ]+: [\d.]+ (?:s|min)|[\w' ]+ … .*)$")
+_DRAWN = re.compile("[\u2580-\u259f#]+")  # bars of a table
 
 
 def notebooks(names: list[str] | None = None) -> list[Path]:
@@ -36,17 +43,16 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
     return [known[Path(name).stem] for name in names or known]
 
 
-def execute(path: Path, *, quick: bool) -> NotebookNode:
+def execute(path: Path) -> dict[str, Any]:
     """Return the notebook with the outputs of a new kernel, in an empty directory.
 
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell raises.
     """
+    import nbformat  # the fast tests run without it
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(path, as_version=4)
-    sources = [cell.source for cell in notebook.cells]
-    if quick:
-        for cell in notebook.cells:
-            cell.source += f"\n{cell.metadata.quick}" if "quick" in cell.metadata else ""
     with tempfile.TemporaryDirectory() as work, _environment(Path(work)):
         client = NotebookClient(
             notebook,
@@ -58,9 +64,8 @@ def execute(path: Path, *, quick: bool) -> NotebookNode:
         )
         client.extra_arguments = ["--log-level=ERROR", f"--IPKernelApp.exec_lines={_PLAIN}"]
         client.execute()
-    for cell, source in zip(notebook.cells, sources, strict=True):
-        cell.source = source
-    return _plain(notebook)
+    nbformat.validate(notebook)
+    return _plain(json.loads(nbformat.writes(notebook)))
 
 
 @contextmanager
@@ -82,69 +87,113 @@ def _environment(work: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _plain(notebook: NotebookNode) -> NotebookNode:
+def _plain(notebook: dict[str, Any]) -> dict[str, Any]:
     """Drop what changes with each machine, such as the kernel's version, and add the digest of the code."""
-    notebook.metadata = {
+    notebook["metadata"] = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
         "executed": _digest(notebook),
     }
-    for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number:02d}"
-        cell.metadata = {key: value for key, value in cell.metadata.items() if key in KEPT}
+    for number, cell in enumerate(notebook["cells"]):
+        cell["id"] = f"cell-{number:02d}"
+        cell["metadata"] = {key: value for key, value in cell["metadata"].items() if key in KEPT}
     return notebook
 
 
-def _digest(notebook: NotebookNode) -> str:
+def _digest(notebook: dict[str, Any]) -> str:
     """Return a digest of all code, to tell whether the outputs are those of the cells."""
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    code = ["".join(cell["source"]) for cell in _code(notebook)]
     return hashlib.sha256("\0".join(code).encode()).hexdigest()[:16]
+
+
+def _code(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """Return a notebook as its file holds it."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def faults(path: Path) -> list[str]:
     """Return what is wrong with a stored notebook, in words."""
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    notebook = stored(path)
+    cells = _code(notebook)
     found = []
     if path.stat().st_size > LARGEST:
         found.append(f"{path.stat().st_size} bytes, of at most {LARGEST}")
-    if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
+    if [cell["execution_count"] for cell in cells] != list(range(1, len(cells) + 1)):
         found.append("the cells were not executed once each in their order")
-    if notebook.metadata.get("executed") != _digest(notebook):
+    if notebook["metadata"].get("executed") != _digest(notebook):
         found.append("a cell has changed since the notebook was executed")
     for cell in cells:
-        found += [f"cell {cell.execution_count} ends in {output.ename}" for output in cell.outputs if _failed(output)]
-        found += [f"cell {cell.execution_count} shows a path of a machine: {name}" for name in _paths(cell.outputs)]
+        number, outputs = cell["execution_count"], cell["outputs"]
+        found += [f"cell {number} ends in {out['ename']}" for out in outputs if out["output_type"] == "error"]
+        found += [f"cell {number} shows a path of a machine: {name}" for name in _paths(outputs)]
     return found
 
 
-def _failed(output: NotebookNode) -> bool:
-    return output.output_type == "error"
-
-
-def _paths(outputs: list[NotebookNode]) -> list[str]:
-    texts = [str(text) for output in outputs for kind, text in _texts(output) if not kind.startswith("image/")]
+def _paths(outputs: list[dict[str, Any]]) -> list[str]:
+    texts = [text for output in outputs for kind, text in _texts(output) if not kind.startswith("image/")]
     return [name for text in texts for name in PRIVATE.findall(text)]
 
 
-def _texts(output: NotebookNode) -> Iterator[tuple[str, str]]:
-    yield "text/plain", output.get("text", "")
-    yield from output.get("data", {}).items()
+def _texts(output: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the kinds of an output, each with its text, without lines that only give this run's time."""
+    if "text" in output:
+        lines = "".join(output["text"]).splitlines(keepends=True)
+        if kept := "".join(line for line in lines if not _TIME_OF_THIS_RUN.match(line)).strip():
+            yield output["name"], kept
+    for kind, text in output.get("data", {}).items():
+        yield kind, "".join(text)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return how the outputs of an executed notebook differ from the stored ones, in words."""
+    found = []
+    for old, new in zip(_code(before), _code(after), strict=True):
+        shown, now = ([pair for output in cell["outputs"] for pair in _texts(output)] for cell in (old, new))
+        number, metadata = new["execution_count"], old["metadata"]
+        if [kind for kind, _ in shown] != [kind for kind, _ in now]:
+            found.append(f"cell {number} shows {[kind for kind, _ in now]} instead of {[kind for kind, _ in shown]}")
+        elif VARIES not in metadata.get("tags", ()):
+            pairs = [(text, other) for (kind, text), (_, other) in zip(shown, now, strict=True) if "image/" not in kind]
+            unlike = [_unlike(*pair, metadata.get("within", WITHIN)) for pair in pairs]
+            found += [f"cell {number} shows {difference}" for difference in unlike if difference]
+    return found
+
+
+def _unlike(text: str, other: str, within: float) -> str:
+    """Return the first part of `other` that `text` lacks, and the part in its place; "" if none.
+
+    Numbers are alike up to a share of `within`.
+    """
+    for part, now in zip_longest(_parts(text), _parts(other), fillvalue="nothing"):
+        numbers = [[float(found.replace(",", "")) for found in _NUMBER.findall(each)] for each in (part, now)]
+        near = all(abs(a - b) <= max(within * max(abs(a), abs(b)), ROUNDING) for a, b in zip(*numbers, strict=False))
+        if not near or _NUMBER.sub("0", part) != _NUMBER.sub("0", now):
+            return f"{now!r} instead of {part!r}"
+    return ""
+
+
+def _parts(text: str) -> list[str]:
+    """Return the words of a text: bars and the lengths of blanks do not count."""
+    return _DRAWN.sub(" ", text).split()
 
 
 def main() -> int:
     """Execute the tutorials; return 1 if one is at fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="notebooks; default: all")
-    parser.add_argument("--quick", action="store_true", help="fewer steps, and write nothing")
+    parser.add_argument("--check", action="store_true", help="compare with the stored outputs, and write nothing")
     options = parser.parse_args()
     failed = False
     for path in notebooks(options.names):
-        notebook = execute(path, quick=options.quick)
-        if not options.quick:
-            path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-        found = faults(path)
+        notebook = execute(path)
+        found = differences(stored(path), notebook) if options.check else []
+        if not options.check:
+            path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+        found += faults(path)
         failed |= bool(found)
         print(f"{path.name}: {'; '.join(found) or 'ok'}", flush=True)
     return int(failed)
