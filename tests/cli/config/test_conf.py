@@ -310,9 +310,7 @@ def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused
     ],
 )
 def test_a_model_brings_its_own_callbacks(model, own):
-    default, left_out = (
-        composed([f"model={model}", *more]).config.callbacks for more in ([], ["~model_callbacks"])
-    )
+    default, left_out = (composed([f"model={model}", *more]).config.callbacks for more in ([], ["~model_callbacks"]))
 
     assert set(default) - set(left_out) == own
     assert (default.checkpoint.monitor == "val/loss") == (not own - {"compression"})
