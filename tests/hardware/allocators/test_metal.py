@@ -252,7 +252,7 @@ def test_only_heaps_without_a_live_block_return_to_the_driver():
     assert both.model.reserved == 0
 
 
-def test_above_the_low_watermark_the_oldest_unused_heaps_are_collected_until_below_it():
+def test_above_the_low_watermark_the_oldest_unused_heaps_are_collected():
     both = Both(low=128 * MIB)
     for _ in range(20):
         both.take(8 * MIB)  # five heaps
