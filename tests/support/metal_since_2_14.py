@@ -1,10 +1,12 @@
-"""MPS's allocator since torch 2.14, written from its source a second time: slow, and function by function.
+"""MPS's allocator since torch 2.14, written from its source a second time, function by function.
 
 Names are those of torch's MPSAllocator.h and MPSAllocator.mm, so that the two can be read side by side. One stream, and a GPU
-that has finished all its work. The model in `hardware/allocators/metal/placement.py` is compared with it.
+that has finished all its work. Slow. The model in `hardware/allocators/metal/placement.py` is compared with it.
 """
 
 from dataclasses import dataclass, field
+
+from lightning_unified.hardware.allocators.metal import MetalLimits, PlacementHeaps
 
 MB = 1 << 20
 PAGE = 16384
@@ -235,3 +237,44 @@ class MPSHeapAllocatorImpl:
 
     def empty_cache(self):
         self.release_cached_buffers()
+
+
+class Both:
+    """The model and the source side by side; every event asserts that they agree."""
+
+    def __init__(self, *, high=None, low=None, others=0, max_buffer=None):
+        self.limits = MetalLimits(high=high, low=low, others=others)
+        self.model = PlacementHeaps(max_buffer=max_buffer)
+        known = {"high": high, "low": low, "max_buffer_size": max_buffer}
+        given_here = {name: value for name, value in known.items() if value is not None}
+        self.source = MPSHeapAllocatorImpl(others=others, **given_here)
+        self.live, self.places = [], {}
+
+    def take(self, size):
+        """Return (heap, offset, size) of a block, with heaps counted from 1; None if memory is out."""
+        rounded = self.model.rounded(size)
+        assert rounded == self.source.get_allocation_size(size)
+        mine, theirs = self.model.take(rounded, self.limits), self.source.malloc(size)
+        self.agree()
+        assert (mine is None) == (theirs is None)
+        if mine is None:
+            return None
+        self.live.append((mine, theirs))
+        place = (mine.at >> 48, mine.at % (1 << 48), mine.size)
+        assert place == (theirs.heap.heap_id, theirs.offset, theirs.size)
+        return place
+
+    def free(self, index):
+        mine, theirs = self.live.pop(index)
+        self.model.give_back(mine)
+        self.source.free(theirs)
+        self.agree()
+
+    def empty_cache(self):
+        self.model.release()
+        self.source.empty_cache()
+        self.agree()
+
+    def agree(self):
+        assert self.model.reserved == self.source.total_allocated_memory
+        assert self.model.reserved >= sum(mine.size for mine, _ in self.live)

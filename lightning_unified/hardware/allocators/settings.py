@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-__all__ = ["AllocatorSettings"]
+from lightning_unified.hardware.host.memory import mmap_threshold
+from lightning_unified.hardware.sources import Sources, torch_version
+
+__all__ = ["AllocatorSettings", "allocator_settings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,3 +20,14 @@ class AllocatorSettings:
 
     mmap_threshold: int | None = None
     torch_version: tuple[int, int] | None = None
+
+
+def allocator_settings(sources: Sources, *, on_host: bool) -> AllocatorSettings:
+    """Return the settings of a machine's allocator.
+
+    Args:
+        sources: Sources of the machine.
+        on_host: Whether tensors are in host memory, whose allocator the user can set.
+    """
+    threshold = mmap_threshold(sources) if on_host else None
+    return AllocatorSettings(mmap_threshold=threshold, torch_version=torch_version(sources))

@@ -27,10 +27,9 @@ from lightning_unified.hardware import (
     reset_peak,
     resolve_budget,
 )
-from lightning_unified.hardware.allocators.settings import AllocatorSettings
-from lightning_unified.hardware.host.memory import mmap_threshold, resident_files
+from lightning_unified.hardware.allocators.settings import AllocatorSettings, allocator_settings
+from lightning_unified.hardware.host.memory import resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
-from lightning_unified.hardware.sources import torch_version
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.units import MIB, format_bytes
 
@@ -178,12 +177,8 @@ class BudgetWatch:
 
     @property
     def allocator(self) -> AllocatorSettings:
-        """Settings of the device's allocator: the user's, if tensors are in host memory, and torch's version."""
-        sources = self._sources
-        return AllocatorSettings(
-            mmap_threshold=mmap_threshold(sources) if self.counts_process else None,
-            torch_version=torch_version(sources),
-        )
+        """Settings of the device's allocator."""
+        return allocator_settings(self._sources, on_host=self.counts_process)
 
     @property
     def _sources(self) -> Sources:

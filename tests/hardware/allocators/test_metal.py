@@ -1,55 +1,14 @@
-"""MPS's allocator since torch 2.14 against its source, in cases worked out by hand and in lists of random events."""
+"""MPS's allocator since torch 2.14 against its source: cases worked out by hand, and random events."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.hardware.allocators.metal import MetalHeaps, MetalLimits, PlacementHeaps, metal_pools
-from tests.support.metal_since_2_14 import MPSHeapAllocatorImpl
+from tests.support.metal_since_2_14 import Both, MPSHeapAllocatorImpl
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PLENTY = MetalLimits()
-
-
-class Both:
-    """The model and the source side by side; every event asserts that they agree."""
-
-    def __init__(self, *, high=None, low=None, others=0, max_buffer=None):
-        self.limits = MetalLimits(high=high, low=low, others=others)
-        self.model = PlacementHeaps(max_buffer=max_buffer)
-        known = {"high": high, "low": low, "max_buffer_size": max_buffer}
-        given_here = {name: value for name, value in known.items() if value is not None}
-        self.source = MPSHeapAllocatorImpl(others=others, **given_here)
-        self.live, self.places = [], {}
-
-    def take(self, size):
-        """Return (heap, offset, size) of a block, with heaps counted from 1; None if memory is out."""
-        rounded = self.model.rounded(size)
-        assert rounded == self.source.get_allocation_size(size)
-        mine, theirs = self.model.take(rounded, self.limits), self.source.malloc(size)
-        self.agree()
-        assert (mine is None) == (theirs is None)
-        if mine is None:
-            return None
-        self.live.append((mine, theirs))
-        place = (mine.at >> 48, mine.at % (1 << 48), mine.size)
-        assert place == (theirs.heap.heap_id, theirs.offset, theirs.size)
-        return place
-
-    def free(self, index):
-        mine, theirs = self.live.pop(index)
-        self.model.give_back(mine)
-        self.source.free(theirs)
-        self.agree()
-
-    def empty_cache(self):
-        self.model.release()
-        self.source.empty_cache()
-        self.agree()
-
-    def agree(self):
-        assert self.model.reserved == self.source.total_allocated_memory
-        assert self.model.reserved >= sum(mine.size for mine, _ in self.live)
 
 
 @pytest.mark.parametrize(

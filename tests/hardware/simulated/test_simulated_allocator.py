@@ -235,14 +235,6 @@ def test_above_its_cap_a_machine_raises_its_backends_own_error(machine, version,
     assert is_out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize("version", TORCHES)
-def test_a_buffer_longer_than_metal_allows_is_refused_by_its_size(version):
-    error = refused(SimulatedMachine("m1-8gb", torch_version=version), 5 * GIB)
-
-    assert (type(error), str(error)) == (RuntimeError, "Invalid buffer size: 5.00 GiB")
-    assert is_out_of_memory(error)
-
-
 def test_a_card_without_a_cap_ends_where_its_memory_ends():
     error = refused(SimulatedMachine(CARD), 4 * GIB)
 
@@ -257,57 +249,11 @@ def test_a_machine_of_one_pool_without_a_cap_freezes_instead_of_raising():
     assert not is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("version", TORCHES)
-def test_a_mac_without_a_cap_goes_beyond_its_ram_before_it_raises(version):
-    machine = SimulatedMachine("m2-16gb", torch_version=version)
-    error = refused(machine, 4 * GIB)
-
-    assert "max allowed: 20.13 GiB" in str(error)
-    assert machine.sources.sysctl("kern.memorystatus_vm_pressure_level") == 4
-
-
 def test_an_unbounded_machine_only_counts():
     machine = SimulatedMachine("m1-8gb", bounded=False)
     machine.allocator.allocate(20 * GIB)
 
     assert machine.allocator.peak == 20 * GIB
-
-
-@pytest.mark.parametrize(("version", "without"), [("2.13.0", 5 * GIB), ("2.14.1", 2 * GIB)])
-def test_above_the_low_watermark_metal_frees_its_cache_before_it_grows(version, without):
-    reserved = {}
-    for low in ("0.1", "0.0"):  # 1.18 GiB, and never
-        environ = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.9", "PYTORCH_MPS_LOW_WATERMARK_RATIO": low}
-        allocator = SimulatedMachine("m2-16gb", environ=environ, torch_version=version).allocator
-        for count in (20, 30, 40, 50):
-            for block in [allocator.allocate(count * MIB) for _ in range(30)]:
-                allocator.free(block)
-        reserved[low] = allocator.peak_reserved
-
-    assert reserved["0.0"] == without
-    assert reserved["0.1"] < 2.1 * GIB
-
-
-@pytest.mark.parametrize("version", TORCHES)
-def test_one_small_heap_can_use_up_a_cap_below_a_gibibyte(version):
-    allocator = capped("m2-16gb", "512MiB", torch_version=version).allocator
-    allocator.allocate(10 * MIB)
-
-    with pytest.raises(RuntimeError, match=r"MPS allocated: 1024\.00 MiB, .* max allowed: 512\.00 MiB"):
-        allocator.allocate(10 * MIB)
-
-
-def test_metal_opens_a_heap_of_a_gibibyte_for_twenty_mebibytes():
-    heaps = MetalHeaps()
-    block = heaps.place(20 * MIB, pressed=False)
-    heaps.give_back(block)
-    heaps.release()
-
-    assert heaps.growth(20 * MIB, pressed=False) == GIB
-    assert heaps.growth(20 * MIB, pressed=True) == 20 * MIB
-    assert (heaps.growth(KIB, pressed=False), heaps.growth(2 * MIB, pressed=False)) == (8 * MIB, 32 * MIB)
-    assert heaps.growth(GIB + 1, pressed=False) == GIB + 2 * MIB
-    assert heaps.reserved == 0
 
 
 def test_metal_reuses_a_freed_block_whole_and_cuda_splits_it():
@@ -316,15 +262,6 @@ def test_metal_reuses_a_freed_block_whole_and_cuda_splits_it():
         block = pools.reuse(2 * MIB)
 
         assert block.size == counted
-
-
-@pytest.mark.parametrize(("version", "counted"), [("2.13.0", 5 * MIB), ("2.14.1", 2 * MIB)])
-def test_a_simulated_mac_cuts_a_freed_block_since_torch_2_14(version, counted):
-    allocator = SimulatedMachine("m2-16gb", torch_version=version).allocator
-    allocator.free(allocator.allocate(5 * MIB))
-
-    assert allocator.allocate(2 * MIB).size == counted
-    assert (allocator.peak, allocator.peak_reserved) == (5 * MIB, 32 * MIB)
 
 
 def test_cuda_joins_freed_neighbours_and_gives_whole_segments_back():

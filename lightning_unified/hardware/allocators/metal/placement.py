@@ -1,4 +1,4 @@
-"""Model MPS's allocator since torch 2.14: it places buffers itself, so it can split and join free ranges."""
+"""Model MPS's allocator since torch 2.14: it places buffers itself, splits and joins free ranges."""
 
 import math
 from typing import cast
@@ -103,7 +103,7 @@ class PlacementHeaps:
         return self.place(size, pressed=pressed) if limits.allow(size, reserved=self.reserved) else None
 
     def _close(self, pool: "_Pool", wanted: float) -> int:
-        """Return unused heaps of `wanted` bytes together to the driver; return how many bytes they were."""
+        """Return unused heaps of `wanted` bytes to the driver; return their bytes."""
         closed = pool.close(wanted)
         self.reserved -= closed
         return closed
@@ -144,7 +144,7 @@ class _Pool:
         self._free, self._cached = Freed(), Freed()
 
     def reuse(self, size: int) -> _Range | None:
-        """Return a range of `size` from the free ones: as it is, cut from a larger one, or joined from neighbours."""
+        """Return a range of `size` from the free ones: whole, cut from a larger one, or joined."""
         found = self._cached.smallest(size)
         if found is None or found.size - size >= self._least:
             found = self._free.smallest(size)
@@ -166,7 +166,10 @@ class _Pool:
         range_.heap.longest = range_.heap.room  # its neighbours may be free as well
 
     def close(self, wanted: float) -> int:
-        """Close heaps without a live range, the oldest first, until they amount to `wanted` bytes; return their bytes."""
+        """Close heaps without a live range until they amount to `wanted` bytes; return their bytes.
+
+        The oldest heap is the first.
+        """
         closed = 0
         for heap in [heap for heap in self._heaps if heap.room == heap.size]:
             if closed >= wanted:
@@ -178,7 +181,10 @@ class _Pool:
         return closed
 
     def _cut(self, range_: _Range, size: int) -> _Range:
-        """Take a free range for a block of `size`; return the remainder to the free ones, unless it is too small."""
+        """Take a free range for a block of `size`.
+
+        The remainder stays free, unless it is too small.
+        """
         heap = range_.heap
         self._discard(range_)
         if range_.size - size >= self._least:
@@ -191,7 +197,7 @@ class _Pool:
         return range_
 
     def _join(self, size: int) -> _Range | None:
-        """Return a free range of at least `size`, joined from the first neighbours that amount to it; None without any."""
+        """Return a free range of at least `size`, joined from the first neighbours that amount to it."""
         for heap in self._heaps:
             if heap.longest < size:
                 continue
