@@ -1,4 +1,6 @@
-"""Cost of loader processes: seconds until the first batch, and the memory of each, by start method; and of a batch without them.
+"""Cost of loader processes by start method: seconds until the first batch, and memory.
+
+One row has no processes.
 
 The rows are arrays in memory, as the package's data modules hold them; a batch gathers some of them. A process's own memory is what it
 shares with no other (Private_Clean and Private_Dirty of /proc/PID/smaps_rollup).

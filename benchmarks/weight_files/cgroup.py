@@ -1,4 +1,4 @@
-"""A control group that counts, and may limit, the memory of this process from now on: anonymous pages and page cache alike."""
+"""A control group that counts this process's memory from now on, page cache included, and may limit it."""
 
 import os
 from collections.abc import Iterator
@@ -56,7 +56,9 @@ def missing() -> str:
 
 @contextmanager
 def entered(limit: int | None) -> Iterator[Group]:
-    """Move this process into a new group below its own; memory that it has already stays charged to the old one.
+    """Move this process into a new group below its own.
+
+    Memory that the process has already stays charged to the old group.
 
     Args:
         limit: Bytes that the process may take from now on; None for no limit.

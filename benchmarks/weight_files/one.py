@@ -1,4 +1,4 @@
-"""Load or save weights once in a process of its own, and report the peak of its memory, the page cache counted.
+"""Load or save weights once, and report the peak of the process's memory, page cache included.
 
 Usage: python -m benchmarks.weight_files.one WAY MIB [--slack MIB]
        (prints one line of JSON; with --slack the process may take the weights and so much more, or is killed)

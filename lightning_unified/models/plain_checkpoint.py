@@ -18,7 +18,9 @@ __all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain",
 
 
 def read_plain(path: str | Path) -> Any:
-    """Map a checkpoint as plain data (`weights_only=True`); `load_weights` moves its tensors, which are views of the file.
+    """Map a checkpoint as plain data (`weights_only=True`).
+
+    Its tensors are views of the file; `load_weights` moves their values.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -12,7 +12,7 @@ __all__ = ["MappedResume"]
 
 
 class MappedResume(Strategy):
-    """Copies a checkpoint's weights and optimizer states piece by piece, and leaves no tensor in the file's pages."""
+    """Copies a checkpoint's weights and optimizer states piece by piece; no tensor stays in the file."""
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -28,7 +28,7 @@ _ADVICE = {"linux": 21, "darwin": 4}
 
 @contextmanager
 def opened_uncached(path: Path) -> Iterator[int]:
-    """Yield a descriptor to read `path`; no page of it stays in the cache afterwards, if the system can do that."""
+    """Yield a descriptor to read `path`, and leave none of its pages in the cache, if the system can do that."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""Weights are loaded, resumed and saved in their own bytes and a little more, in a control group that counts the page cache."""
+"""Weights are loaded, resumed and saved in their own bytes and a little more, page cache included."""
 
 import json
 

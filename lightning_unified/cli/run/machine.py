@@ -125,7 +125,7 @@ def rows_of(config: DictConfig) -> tuple[BatchWork, int]:
     """
     path = config.data.get("path")
     size = Path(path).stat().st_size if isinstance(path, str) and Path(path).is_file() else 0
-    work = getattr(target_of(str(config.data._target_)), "batch_work", "unknown")
+    work = getattr(target_of(str(config.data["_target_"])), "batch_work", "unknown")
     return work if work in ("gather", "compute") else "unknown", size
 
 
