@@ -17,6 +17,7 @@ from types import MappingProxyType
 import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -101,10 +102,10 @@ def resume(file: Path, mib: int) -> None:
 
 def resume_lightning(file: Path, mib: int) -> None:
     """Lightning's own strategy and IO with the same checkpoint."""
-    _resumed(mib, L.pytorch.strategies.SingleDeviceStrategy(device="cpu"), TorchCheckpointIO(), file)
+    _resumed(mib, SingleDeviceStrategy(device="cpu"), TorchCheckpointIO(), file)
 
 
-def _resumed(mib: int, strategy: L.pytorch.strategies.Strategy, io: TorchCheckpointIO, file: Path) -> None:
+def _resumed(mib: int, strategy: Strategy, io: TorchCheckpointIO, file: Path) -> None:
     stack = _built(mib // 2)
     strategy._lightning_module, strategy.checkpoint_io = stack, io
     strategy.optimizers = [stack.configure_optimizers()]

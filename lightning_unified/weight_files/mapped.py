@@ -81,12 +81,12 @@ def giving_back() -> Iterator[None]:
 class _GivingBack(TorchFunctionMode):
     @override
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.copy_ and len(args) > 1 and is_mapped(args[1]) and _is_plain(args[0]):
             return _copy(args[0], args[1])
-        if func is Tensor.to and is_mapped(args[0]):
+        if func is Tensor.to and is_mapped(args[0]) and "memory_format" not in kwargs:
             like = args[0].new_empty(0).to(*args[1:], **kwargs)
             return _moved(args[0], dtype=like.dtype, device=like.device)
         if func is Tensor.clone and is_mapped(args[0]) and not kwargs:

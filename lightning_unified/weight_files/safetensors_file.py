@@ -111,7 +111,7 @@ def _stored(entry: Mapping[str, Any], *, begin: int, size: int) -> StoredTensor:
 
 def _fill(descriptor: int, piece: Tensor, offset: int) -> None:
     """Read a contiguous tensor on the CPU from `offset`."""
-    room = memoryview(piece.view(torch.uint8).numpy())
+    room = piece.view(torch.uint8).numpy().data
     while room:
         os.lseek(descriptor, offset, os.SEEK_SET)
         got = os.readv(descriptor, [room]) if hasattr(os, "readv") else _read(descriptor, room)

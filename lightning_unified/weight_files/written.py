@@ -13,7 +13,10 @@ from lightning_unified.weight_files.pages import drop
 __all__ = ["UncachedFile"]
 
 _BEHIND = 16 * 2**20
-"""Bytes after which written pages go to the disk and out of the cache. Judgement: a wait for the disk costs about what it writes."""
+"""Bytes after which written pages go to the disk and out of the cache.
+
+Judgement: small beside any weights, and large enough that a wait for the disk costs little beside the writing.
+"""
 
 
 class UncachedFile(io.RawIOBase):

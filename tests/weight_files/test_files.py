@@ -164,7 +164,7 @@ def test_a_file_written_beside_the_cache_is_torchs_own(tmp_path, cached):
     state = {"a": torch.randn(5 * MIB), "b": [torch.ones(2), "x"]}
     torch.save(state, tmp_path / "torch")
     with UncachedFile(tmp_path / "ours") as file:
-        torch.save(state, file)
+        torch.save(state, file)  # pyright: ignore[reportArgumentType]
 
     assert cached(tmp_path / "ours") == 0 < cached(tmp_path / "torch")
     assert torch.equal(torch.load(tmp_path / "ours")["a"], state["a"])

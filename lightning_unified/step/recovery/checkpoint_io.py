@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         def write() -> None:
             with _written_beside(target) as partial, UncachedFile(partial) as file:
-                torch.save(checkpoint, file)
+                torch.save(checkpoint, file)  # pyright: ignore[reportArgumentType]
 
         with _failures_named(target):
             _, memory_ran_out = caught(write)
