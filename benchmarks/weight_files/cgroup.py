@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_unified.hardware.sources import Sources
 
-__all__ = ["Group", "entered", "missing"]
+__all__ = ["Group", "entered", "missing", "remove"]
 
 _ROOT = Path("/sys/fs/cgroup")
 _FILES = {  # limit, peak, times the limit was met
@@ -78,6 +78,13 @@ def entered(limit: int | None) -> Iterator[Group]:
         finally:
             (own / "cgroup.procs").write_text(str(os.getpid()))
     finally:
+        folder.rmdir()
+
+
+def remove(pid: int) -> None:
+    """Remove the group of a process that has ended inside `entered`, as by a kill; do nothing if there is none."""
+    folder = _own()[0] / f"lightning-unified-{pid}"
+    if folder.is_dir():
         folder.rmdir()
 
 

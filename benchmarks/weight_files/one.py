@@ -7,10 +7,11 @@ Usage: python -m benchmarks.weight_files.one WAY MIB [--slack MIB]
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from benchmarks.weight_files.cgroup import entered
+from benchmarks.weight_files.cgroup import entered, remove
 from lightning_unified import AtomicCheckpointIO, UnifiedStrategy
 from lightning_unified.models.plain_checkpoint import load_weights as load_plain
 from lightning_unified.models.plain_checkpoint import read_plain
@@ -183,21 +184,44 @@ def main() -> None:
     parser.add_argument("--slack", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    run, name = WAYS[arguments.way]
+    name = WAYS[arguments.way][1]
     size = arguments.mib * MIB
     limit = None if arguments.slack is None else size + arguments.slack * MIB
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
         file = Path(folder) / name
-        if (child := os.fork()) == 0:  # its memory is not this process's, and goes with it
-            _write(file, arguments.mib)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        with nullcontext(), entered(limit) as group:
-            began = time.perf_counter()
-            run(file, arguments.mib)
-            seconds = time.perf_counter() - began
-            found = {"peak": group.peak, "limit_met": group.limit_met}
-    print(json.dumps({"way": arguments.way, "bytes": size, **found, "seconds": round(seconds, 2)}))
+        code = _forked(lambda: _write(file, arguments.mib))  # its memory is not that of the process that loads
+        code = code or _forked(lambda: _report(arguments.way, file, arguments.mib, limit))
+    sys.exit(code)
+
+
+def _report(way: str, file: Path, mib: int, limit: int | None) -> None:
+    """Run one way in a control group, and print what it took."""
+    with entered(limit) as group:
+        began = time.perf_counter()
+        WAYS[way][0](file, mib)
+        seconds = time.perf_counter() - began
+        found = {"peak": group.peak, "limit_met": group.limit_met}
+    print(json.dumps({"way": way, "bytes": mib * MIB, **found, "seconds": round(seconds, 2)}), flush=True)
+
+
+def _forked(run: Callable[[], None]) -> int:
+    """Run in a child, and return its exit code, 137 if it was killed.
+
+    The control group of a killed child is removed.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    remove(child)
+    return code if code >= 0 else 137
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def trainer_of(tmp_path=None, **options):
 
 
 class Adam(BoringModel):
-    """Has optimizer state, and notes which tensors of the run lie in the checkpoint's file when training goes on."""
+    """Has optimizer state, and notes which tensors lie in the checkpoint's file."""
 
     assigns = False
 
