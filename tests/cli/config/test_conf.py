@@ -223,20 +223,21 @@ def test_hardware_decides_how_the_34m_model_cuts_its_batch_of_32(hardware, rows,
 
 
 @pytest.mark.parametrize(
-    ("hardware", "rows", "workers", "pin_memory"),
+    ("hardware", "rows", "pin_memory"),
     [
-        ("mps", 64, 4, False),
-        ("cuda", 32, 2, "auto"),
-        ("rocm", 32, 2, "auto"),
-        ("dgx_spark", 32, 2, False),
-        ("jetson", 32, 0, False),
-        ("cpu", 16, 0, False),
+        ("mps", 64, False),
+        ("cuda", 32, "auto"),
+        ("rocm", 32, "auto"),
+        ("dgx_spark", 32, False),
+        ("jetson", 32, False),
+        ("cpu", 16, False),
     ],
 )
-def test_hardware_decides_rows_and_loader_processes_of_the_classifier(hardware, rows, workers, pin_memory):
+def test_hardware_decides_rows_and_pinning_of_the_classifier(hardware, rows, pin_memory):
     config = compose("data=classifier", f"hardware={hardware}", f"platform=classifier/{hardware}")
 
-    assert (config.data.batch_size, config.data.num_workers, config.data.pin_memory) == (rows, workers, pin_memory)
+    assert (config.data.batch_size, config.data.pin_memory) == (rows, pin_memory)
+    assert config.data.num_workers == "auto"  # decided once, for doctor, plan and run
 
 
 def test_the_command_line_beats_the_rows_of_the_classifier_and_memory_does_not():
