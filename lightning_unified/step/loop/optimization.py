@@ -64,18 +64,21 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._planner = policy, planner
         self._state = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
-        self._batches = CheckedSplitter(
-            trainer,
-            policy,
-            step=self._training_step,
-            fits=_unknown if planner is None else planner.fits,
-            metrics=lambda: self._state.named_metrics,
-        )
+        self._batches = self._new_batches()
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
         self._moves_by_hook = _moves_by_hook(trainer)
         self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
+
+    def _new_batches(self) -> CheckedSplitter:
+        return CheckedSplitter(
+            self.trainer,
+            self._policy,
+            step=self._training_step,
+            fits=_unknown if self._planner is None else self._planner.fits,
+            metrics=lambda: self._state.named_metrics,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process: Lightning's own state, the policy and the window.
@@ -147,13 +150,11 @@ class UnifiedOptimization(_AutomaticOptimization):
     ) -> dict[str, Any]:
         key, failures = next(iter(kwargs)), 0
         within_window = batch_idx % self.trainer.accumulate_grad_batches != 0
+        rollback = self._policy.options.optimizer_rollback
         while True:
             # recorded before each attempt: the policy may have changed the module, or made it free memory
             attempt = self._attempt = Attempt(
-                self._snapshot(kwargs[key]),
-                optimizer,
-                within_window=within_window,
-                copies_weights=self._policy.options.optimizer_rollback,
+                self._snapshot(kwargs[key]), optimizer, within_window=within_window, copies_weights=rollback
             )
             self._phase = "forward"
             outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
@@ -163,16 +164,18 @@ class UnifiedOptimization(_AutomaticOptimization):
             failures += 1
             kwargs[key] = attempt.undo()
             del attempt
-            self._policy.out_of_memory(
-                phase=self._phase, reason=reason, shape=shape, attempt=failures, batch=kwargs[key]
-            )
+            self._make_way(reason, shape=shape, attempt=failures, batch=kwargs[key])
         self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
 
     def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the outputs and None, or None and the reason why memory ran out."""
+        """Return the outputs and None, or None and the reason why the batch must be repeated."""
         return caught(run)
+
+    def _make_way(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
+        """Change what the next attempt needs, after failure number `attempt` of this batch."""
+        self._policy.out_of_memory(phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self, batch: Any) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
