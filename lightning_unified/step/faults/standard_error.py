@@ -1,6 +1,5 @@
 """Watch file descriptor 2 for the messages of Metal about command buffers, and pass everything on."""
 
-import fcntl
 import io
 import os
 import re
@@ -54,9 +53,14 @@ class StandardError:
     (pytest's capture, a notebook's) is left alone.
 
     Programs that the run starts inherit the file. What one of them writes after `close` is lost.
+
+    Raises:
+        OSError: If standard error is closed, or the file or the process cannot be made.
     """
 
     def __init__(self) -> None:
+        import fcntl  # Windows has none, and no Metal
+
         self._place = 0
         self._rest = b""
         self._before = os.dup(2)

@@ -1,5 +1,6 @@
 """What the GPU lost since the last look: missing marks of the canary, and the runtime's message."""
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -12,6 +13,8 @@ from lightning_unified.step.faults.canary import Canary
 from lightning_unified.step.faults.standard_error import StandardError
 
 __all__ = ["FaultWatch", "Messages"]
+
+log = logging.getLogger("lightning_unified")
 
 
 class Messages(Protocol):
@@ -44,7 +47,7 @@ class FaultWatch:
         machine: SimulatedMachine | None,
     ) -> None:
         self.canary = Canary(module, optimizers, device)
-        self._messages: Messages = StandardError() if machine is None else machine.command_queue
+        self._messages: Messages = _standard_error() if machine is None else machine.command_queue
         self._wait: Callable[[], None] = torch.mps.synchronize if machine is None else machine.command_queue.wait
 
     def wait(self) -> None:
@@ -54,9 +57,12 @@ class FaultWatch:
     def found(self) -> tuple[str | None, bool]:
         """Wait for the device, and return what it lost since the last look.
 
+        One more mark goes ahead, into the command buffer that is still open.
+
         Returns:
             The loss in words, None if there is none; and whether marks are missing, not only a message there.
         """
+        self.canary.mark()
         self._wait()
         missing = self.canary.missing()
         message = self._messages.news()  # after the wait: completion handlers, which print, run before it ends
@@ -70,3 +76,21 @@ class FaultWatch:
         """Remove the hooks of the canary, and stop watching for messages."""
         self.canary.close()
         self._messages.close()
+
+
+class _Silence:
+    """Stands for messages that cannot be watched."""
+
+    def news(self) -> str | None:
+        """Return None."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _standard_error() -> Messages:
+    try:
+        return StandardError()
+    except OSError as error:
+        log.warning("Metal's messages about lost GPU work are not watched, only the canary is: %s.", error)
+        return _Silence()

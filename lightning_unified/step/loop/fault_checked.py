@@ -133,7 +133,8 @@ class FaultCheckedOptimization(UnifiedOptimization):
         if self._phase == "optimizer step" and not self._policy.options.optimizer_rollback:
             raise GpuFaultError(_WEIGHTS.format(found=self._found))
         if self._policy.splits.verdict is not verdict:  # a check compared garbage
-            self._policy.splits.verdict, self._batches = verdict, self._new_batches()
+            self._policy.splits.verdict = verdict
+            self._batches.forget_check()
         return None, self._found
 
     @override
@@ -159,7 +160,6 @@ class FaultCheckedOptimization(UnifiedOptimization):
 
     @override
     def before_weights(self, optimizer: Optimizer) -> None:
-        self._faults.canary.mark()
         self._require_whole()
         super().before_weights(optimizer)
         self._faults.canary.mark()

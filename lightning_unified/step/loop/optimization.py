@@ -64,21 +64,18 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._planner = policy, planner
         self._state = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
-        self._batches = self._new_batches()
+        self._batches = CheckedSplitter(
+            trainer,
+            policy,
+            step=self._training_step,
+            fits=_unknown if planner is None else planner.fits,
+            metrics=lambda: self._state.named_metrics,
+        )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
         self._moves_by_hook = _moves_by_hook(trainer)
         self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
-
-    def _new_batches(self) -> CheckedSplitter:
-        return CheckedSplitter(
-            self.trainer,
-            self._policy,
-            step=self._training_step,
-            fits=_unknown if self._planner is None else self._planner.fits,
-            metrics=lambda: self._state.named_metrics,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process: Lightning's own state, the policy and the window.
