@@ -25,7 +25,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from functools import cache
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -179,6 +181,7 @@ def drawn(seed: int, kind: str) -> Strikes:
 def judged(folder: Path, seed: int, kind: str) -> dict[str, Any]:
     """Run one fault, and compare its weights with those of the undisturbed twin."""
     strikes = drawn(seed, kind)
+    folder = folder / f"{kind}-{seed}"
     strategy, weights, error = trained(folder, seed, strikes, rollback=kind in ("optimizer step", LIMIT))
     size = strategy.micro_batch_size or ROWS
     saved = folder / "gpu_fault.ckpt"
@@ -199,6 +202,10 @@ def judged(folder: Path, seed: int, kind: str) -> dict[str, Any]:
         "stopped": error is not None,
         "same": same,
     }
+
+
+def _judged(folder: Path, case: tuple[str, int]) -> dict[str, Any]:
+    return judged(folder, case[1], case[0])
 
 
 def saved_as_undisturbed(folder: Path, seed: int, strikes: Strikes, saved: Path) -> bool:
@@ -318,13 +325,19 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100, help="faulty runs of each kind")
     parser.add_argument("--clean", type=int, default=10_000, help="steps without a fault")
     parser.add_argument("--steps", type=int, default=400, help="timed steps of a fit")
+    parser.add_argument("--jobs", type=int, default=2, help="processes for the faulty runs; times are measured in one")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the record goes")
     asked = parser.parse_args()
     folder = prepare("gpu-faults")
     logging.getLogger("lightning_unified").setLevel(logging.ERROR)
     gc.freeze()  # every recovery collects garbage, and the imported modules are none
-    runs = [judged(folder, seed, kind) for kind in (*KINDS, LIMIT) for seed in range(asked.runs)]
-    clean = false_alarms(folder, asked.clean)
+    cases = [(kind, seed) for kind in (*KINDS, LIMIT) for seed in range(asked.runs)]
+    with ProcessPoolExecutor(asked.jobs, mp_context=get_context("fork")) as processes:
+        alarms = processes.submit(false_alarms, folder, asked.clean)
+        by_seed = sorted(cases, key=lambda case: case[1] % SEEDS)  # each process then trains few twins
+        done = processes.map(partial(_judged, folder), by_seed, chunksize=max(len(cases) // (8 * asked.jobs), 1))
+        runs = sorted(done, key=lambda run: cases.index((run["kind"], run["seed"])))
+        clean = alarms.result()
     costs = [overhead(folder, layers, parts, asked.steps) for layers, parts in ((1, 1), (20, 1), (20, 2))]
     command = (
         f"python -m benchmarks.recovery.gpu_faults --runs {asked.runs} --clean {asked.clean} --steps {asked.steps}"
