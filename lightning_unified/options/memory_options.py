@@ -49,6 +49,7 @@ class MemoryOptions:
     micro_batches: MicroBatchRules | None = None
     batch_norm: Literal["refuse", "micro"] = "refuse"
     check_split: bool = True
+    detect_faults: bool = True
     evaluation_micro_batch_size: int | Literal["auto"] = "auto"
     window_mean: Literal["batches", "terms"] = "batches"
     remember: str | None = None
@@ -57,7 +58,7 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "evaluation_micro_batch_size"):
             _check_rows(name, getattr(self, name))
-        for name in ("predict", "recover", "optimizer_rollback", "check_split"):
+        for name in ("predict", "recover", "optimizer_rollback", "check_split", "detect_faults"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give true or false.")
         if self.recompute != "auto" and not isinstance(self.recompute, bool):

@@ -31,6 +31,7 @@ from lightning_unified.status import RunStatus, runs_directory
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.loop.backward import MicroBatchBackward
+from lightning_unified.step.loop.fault_checked import FaultCheckedOptimization
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.results.progress_metrics import defer_progress_metrics
@@ -179,7 +180,24 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
         precision = plugin_precision(self.precision_plugin)
         predicts = self.policy.options.predict
         self.first_step = FirstStep(trainer, self.policy, precision=precision) if predicts else None
+        module = self.lightning_module
+        assert module is not None
+        trains = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
+        if trains and self.policy.watch.device.type == "mps" and self.policy.options.detect_faults:
+            return FaultCheckedOptimization(trainer, self.policy, planner=self.first_step)
         return UnifiedOptimization(trainer, self.policy, planner=self.first_step)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if isinstance(self._loop, FaultCheckedOptimization):
+            self._loop.settle(before_evaluation=True)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if isinstance(self._loop, FaultCheckedOptimization):
+            self._loop.settle()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -193,6 +211,8 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
         self.policy.applied_options.end()
         self.policy.compilation.end()
         self._status.end()
+        if isinstance(self._loop, FaultCheckedOptimization):
+            self._loop.close()
         self.policy.watch.leave()
         super().teardown()
 

@@ -67,6 +67,8 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
             intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results
             merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/explanation/exactness.md.
+        detect_faults: Check each step for work that a Mac's GPU lost without an error, and repeat it; see docs/explanation/recovery.md. It has
+            no effect on other devices. The host waits for the GPU once a batch. Not run on hardware.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
         window_mean: The gradient of an accumulation window is a mean over its `"batches"`, as in Lightning, or over the loss
@@ -99,6 +101,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         micro_batches: MicroBatchRules | None = None,
         batch_norm: Literal["refuse", "micro"] = "refuse",
         check_split: bool = True,
+        detect_faults: bool = True,
         evaluation_micro_batch_size: int | Literal["auto"] = "auto",
         window_mean: Literal["batches", "terms"] = "batches",
         remember: str | None = None,

@@ -10,6 +10,7 @@ from lightning_unified.errors import HardwareError
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
+from lightning_unified.hardware.simulated.command_queue import CommandQueue
 from lightning_unified.hardware.simulated.host import HostFiles, SimulatedHost
 from lightning_unified.hardware.simulated.namespace import torch_of
 from lightning_unified.hardware.simulated.profiles import PROFILES, Profile, profile
@@ -38,6 +39,7 @@ class SimulatedMachine:
     Attributes:
         profile: The machine's profile.
         allocator: Allocator of its device.
+        command_queue: Runs the device's operations, and aborts those that it is told to.
         sources: Sources of all its figures.
 
     Raises:
@@ -63,6 +65,7 @@ class SimulatedMachine:
             torch_version=major_and_minor(version),
             bounded=bounded,
         )
+        self.command_queue = CommandQueue()
         self._host = SimulatedHost(self.profile, lambda: self.allocator.driver)
         mac = self.profile.backend == "mps"
         self.sources = Sources(
@@ -126,7 +129,7 @@ class SimulatedMachine:
 
         from lightning_unified.hardware.simulated.counting import LiveTensors
 
-        self._living = self._living or LiveTensors(self.allocator)
+        self._living = self._living or LiveTensors(self.allocator, self.command_queue)
         self._living.hold(holding)
         with ExitStack() as stack:
             if not self.profile.flash:
