@@ -167,6 +167,8 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         watch = self.policy.watch
         if self.policy.options.compile is False:
             return ""
+        if self.policy.options.attention == "chunked":
+            return "attention in chunks runs outside compiled code (attention=chunked)"
         if watch.machine is not None:
             return (
                 f"on the simulated machine {watch.machine.profile.name}, compiled code takes memory that is not counted"
@@ -189,7 +191,8 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
     @override
     def teardown(self) -> None:
         self.policy.recomputation.end()
-        self.policy.applied_options.end()
+        module = self.lightning_module
+        self.policy.applied_options.end(trained=module is not None and module.trainer.global_step > 0)
         self.policy.compilation.end()
         self._status.end()
         self.policy.watch.leave()
