@@ -29,7 +29,9 @@ from lightning_unified.planner.step_traces import StepTraces
 
 __all__ = ["Planner", "is_under"]
 
-_LONGEST = 4.0  # seconds; after that, only the first combinations are still looked at
+# Operations in the dry runs of one choice; after that, only the first combinations are still looked at. About four seconds on a laptop's
+# core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
+_MOST_OPERATIONS = 16_000
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -47,7 +49,7 @@ class Planner:
         self._traces, self._rates, self._calibration = traces, rates, calibration
         self._mmap_threshold = traces.counted.mmap_threshold
         self._combinations: dict[tuple[Any, ...], Combination] = {}
-        self._begun = time.monotonic()
+        self._begun, self._before = time.monotonic(), 0
 
     def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
         """Predict a step under `combination`, from a dry run at exactly that size.
@@ -87,6 +89,7 @@ class Planner:
             DryRunError: If the step cannot be traced.
         """
         self._begun, self._rates = time.monotonic(), rates
+        self._before = self._traces.operations
         combinations = self._that_differ(combinations)
         for _ in range(_ATTEMPTS):
             options = self._promising(combinations, rates=rates) if only_best else self._options(combinations)
@@ -172,7 +175,7 @@ class Planner:
     def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
         always = always_compared(combinations)
         for index, combination in enumerate(combinations):
-            if index >= always and time.monotonic() - self._begun > _LONGEST:
+            if index >= always and self._has_traced_enough:
                 return
             yield self._option(combination)
 
@@ -191,11 +194,15 @@ class Planner:
         always = always_compared(combinations)
         while waiting:
             _, index, at = heapq.heappop(waiting)
-            if index >= always and time.monotonic() - self._begun > _LONGEST:
+            if index >= always and self._has_traced_enough:
                 continue
             yield replace(options[index], split=splits[at])
             if at + 1 < len(splits):
                 heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
+
+    @property
+    def _has_traced_enough(self) -> bool:
+        return self._traces.operations - self._before > _MOST_OPERATIONS
 
     def _option(
         self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
-from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
@@ -93,6 +93,7 @@ class StepTraces:
         rows: Rows of the batch; 1 for a batch without a row dimension.
         unit: Rows that stay together; all rows of a batch that cannot be split.
         splits: The rows of each micro-batch, for each even split of the batch; the fewest micro-batches come first.
+        operations: Operations in all dry runs so far, a measure of their cost that is the same on every machine.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class StepTraces:
         )
         self._fake_copies: dict[Any, DryRun] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
+        self.operations = 0
 
     @property
     def is_light(self) -> bool:
@@ -159,7 +161,10 @@ class StepTraces:
             attention=combination.attention,
         )
         dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
-        updates, reduction_bytes = self.counted.updates, self.counted.reduction_bytes
-        return lambda *size, **other: adjusted(
-            dry_runs.step(*size, **other), updates=updates, reduction_bytes=reduction_bytes
-        )
+
+        def traced(*size: int, **other: Any) -> Trace:
+            trace = dry_runs.step(*size, **other)
+            self.operations += sum(isinstance(event, Work) for event in trace.events)
+            return adjusted(trace, updates=self.counted.updates, reduction_bytes=self.counted.reduction_bytes)
+
+        return traced
