@@ -19,7 +19,9 @@ from lightning_unified.nn.saved_attention import generator_state, restored, save
 
 __all__ = ["CHUNK_BYTES", "Call", "attention_in_chunks", "queries_of_chunk"]
 
-CHUNK_BYTES = 16 * 2**20  # judgement: 128 queries of a row with 16 heads and 2,048 keys
+CHUNK_BYTES = (
+    8 * 2**20
+)  # judgement: 64 queries of a row with 16 heads and 2,048 keys; MPS places blocks below 10 MiB in small heaps
 _MULTIPLE = 32  # queries: narrower products use little of a GPU
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -193,7 +195,7 @@ class _Gradient:
         if kept is not None:
             change.mul_(kept)
             del kept
-        return torch._softmax_backward_data(change, weights, -1, weights.dtype)
+        return torch.ops.aten._softmax_backward_data(change, weights, -1, weights.dtype)
 
     def _new_mask(self, dtype: torch.dtype) -> Tensor:
         assert self.mask is not None
