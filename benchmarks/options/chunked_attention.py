@@ -1,4 +1,4 @@
-"""Steps and plans of a causal language model on a simulated Mac, with torch's attention and with attention in chunks.
+"""Steps and plans of a language model on a simulated Mac, with torch's attention and in chunks.
 
 `steps` and `plans` have the shape of Qwen2.5-0.5B (24 layers, 14 heads) with LoRA and weights on the meta device, in rows of 2,048 tokens on
 the simulated machine m2-16gb in bf16-mixed. `steps` predicts a step of 1 row; `plans` is the choice for a batch of 8 rows. `runs` trains a small
@@ -131,10 +131,10 @@ def main() -> None:
     budget = resolve_budget("auto", SimulatedMachine(MACHINE).reading()).bytes
     record = origin("python -m benchmarks.options.chunked_attention")
     record |= {"simulated": MACHINE, "budget_bytes": budget, "length": LENGTH, "rows": ROWS}
-    record |= {"runs": [], "steps": [], "plans": []}
+    record |= {"steps": [], "plans": [], "runs": []}
     if arguments.output.exists():
         known = json.loads(arguments.output.read_text(encoding="utf-8"))
-        record |= {name: known.get(name, []) for name in ("runs", "steps", "plans")}
+        record |= {name: known.get(name, []) for name in ("steps", "plans", "runs")}
 
     def keep(kind: str, entry: dict[str, Any]) -> None:
         record[kind].append(entry)

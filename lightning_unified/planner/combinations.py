@@ -83,7 +83,7 @@ def combinations_to_compare(
 def _with_one_attention(
     precision: str, *, policies: Sequence[RecomputePolicy], kernels: Sequence[str], chunks: Sequence[int | None]
 ) -> list[Combination]:
-    """Return the combinations of the other options: the user's own, the least memory, the smallest loss chunk alone, then the others."""
+    """Return the combinations of the other options, in the same order."""
     first, *others = chunks
     smallest = min((chunk for chunk in others if chunk is not None), default=first)
     ends = list(dict.fromkeys((policies[0], policies[-1])))

@@ -70,7 +70,7 @@ class Call:
         return rows.reshape(math.prod(leading) * heads // self.groups, self.groups * queries, entries)
 
     def scores(self, query: Tensor, key: Tensor, mask: Tensor | None, part: slice) -> Tensor:
-        """Return the masked scores (…, H, C, S) of a chunk of queries (…, H, C, E); the seen keys are (N, S, E)."""
+        """Return the masked scores (…, H, C, S) of queries (…, H, C, E) and seen keys (N, S, E)."""
         scores = torch.bmm(self.folded(query * self.scale), key.transpose(1, 2)).view(*query.shape[:-1], key.shape[1])
         if self.causal:
             keys = torch.arange(key.shape[1], device=key.device)
@@ -95,9 +95,9 @@ class Call:
 
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # a graph cannot set back the random generator
 def attention_in_chunks(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention of query (…, H, L, E), key (…, H / groups, S, E) and value (…, H / groups, S, X): (…, H, L, X).
+    """Return the attention (…, H, L, X) of a query (…, H, L, E).
 
-    The leading dimensions are equal. The mask (…, L or 1, S) is boolean or added to the scores, and broadcasts to them. Scores and sums have
+    The key has (…, H / groups, S, E), the value (…, H / groups, S, X); leading dimensions are equal. The mask (…, L or 1, S) is boolean or added to the scores, and broadcasts to them. Scores and sums have
     at least float32. With dropout, both passes draw from the device's default generator, and the backward pass draws the same numbers.
 
     A backward pass with `create_graph=True` raises `RuntimeError`.

@@ -1,4 +1,4 @@
-"""A function with the arguments of torch's `scaled_dot_product_attention` that computes in chunks of queries."""
+"""Attention in chunks, with the arguments of torch's `scaled_dot_product_attention`."""
 
 from typing import Any
 
