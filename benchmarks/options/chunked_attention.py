@@ -92,7 +92,12 @@ class Small(CausalLM):
         from transformers import AutoModelForCausalLM, Qwen2Config
 
         torch.manual_seed(0)
-        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+        shape: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        }
         config = Qwen2Config(vocab_size=2000, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False, **shape)
         self.network = AutoModelForCausalLM.from_config(config)
         self.plan: Plan | None = None
@@ -113,7 +118,7 @@ def run(*, attention: str) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(torch.randint(0, 2000, (2 * SMALL_ROWS, SMALL_LENGTH)), SMALL_ROWS))
+    trainer.fit(module, DataLoader(torch.randint(0, 2000, (2 * SMALL_ROWS, SMALL_LENGTH)), SMALL_ROWS))  # pyright: ignore[reportArgumentType]
     found, machine = module.plan, strategy.simulated
     assert found is not None
     assert found.prediction is not None
