@@ -47,7 +47,7 @@ class Planner:
         self, traces: StepTraces, *, rates: Rates | None = None, calibration: Calibration | None = None
     ) -> None:
         self._traces, self._rates, self._calibration = traces, rates, calibration
-        self._mmap_threshold = traces.counted.mmap_threshold
+        self._allocator = traces.counted.allocator
         self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._begun, self._before = time.monotonic(), 0
 
@@ -228,11 +228,11 @@ class Planner:
 
         At its limit, an allocator first returns cached blocks.
         """
-        reserved = int(reserved_bytes(trace, mmap_threshold=self._mmap_threshold) * self._factor(trace))
+        reserved = int(reserved_bytes(trace, settings=self._allocator) * self._factor(trace))
         return min(reserved, limit) if reserved <= limit or self._fits(trace, limit=limit) else reserved
 
     def _fits(self, trace: Trace, *, limit: int) -> bool:
-        return fits_within(trace, int(limit / self._factor(trace)), mmap_threshold=self._mmap_threshold)
+        return fits_within(trace, int(limit / self._factor(trace)), settings=self._allocator)
 
     def _factor(self, trace: Trace) -> float:
         return 1.0 if self._calibration is None else self._calibration.peak_factor(_kind(trace))
@@ -243,7 +243,7 @@ class Planner:
             trace,
             seconds=seconds if parts <= 2 else None,
             planning_seconds=time.monotonic() - self._begun,
-            mmap_threshold=self._mmap_threshold,
+            settings=self._allocator,
         )
         return replace(found, parts=parts)
 

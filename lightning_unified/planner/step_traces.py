@@ -1,11 +1,12 @@
 """Traces of one module's step, by combination of memory options and micro-batch size."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.trace.trace import Trace, Work
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
@@ -39,13 +40,13 @@ class CountedMemory:
         updates: Whether the step writes weights; if not, the optimizer's memory is left out.
         workspaces: Whether to count memory that the backend's libraries take for themselves; a simulated machine has none.
         reduction_bytes: Bytes that the device holds during the whole step to average gradients over ranks; counted as a workspace.
-        mmap_threshold: On a CPU, `M_MMAP_THRESHOLD` in bytes if it is set; None means the C library's default, which changes at run time.
+        allocator: Settings of the machine's allocator.
     """
 
     updates: bool = True
     workspaces: bool = True
     reduction_bytes: int = 0
-    mmap_threshold: int | None = None
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
