@@ -28,7 +28,6 @@ _CHOICES = {
     "accelerator": ("auto", "cpu", "cuda", "mps"),
     "start_method": ("auto", "fork", "forkserver", "spawn", None),
     "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
-    "attention": ("auto", "flash", "efficient", "math"),
 }
 
 
@@ -117,7 +116,6 @@ class HardwareSettings:
         start_method: Start method of loader processes; None without them.
         host_threads: Threads of one CPU operator: `torch.set_num_threads` and, for child processes, `OMP_NUM_THREADS`.
         optimizer_kernel: `"fused"`, `"foreach"` or `"forloop"`.
-        attention: Attention kernel the plan assumes: `"flash"`, `"efficient"` or `"math"`; only math saves the scores.
     """
 
     name: str = "auto"
@@ -130,7 +128,6 @@ class HardwareSettings:
     start_method: str | None = "auto"
     host_threads: int | str = "auto"
     optimizer_kernel: str = "auto"
-    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -205,7 +202,6 @@ class HardwareSettings:
             optimizer_kernel=_kernel(self.precision, known)
             if self.optimizer_kernel == "auto"
             else self.optimizer_kernel,
-            attention=_attention(reading, known) if self.attention == "auto" else self.attention,
         )
 
 
@@ -233,12 +229,6 @@ def _kernel(precision: str, known: list[Capability]) -> str:
     if capability("fused_adamw", known) and not precision.startswith("16-"):
         return "fused"
     return "foreach" if capability("foreach", known) else "forloop"
-
-
-def _attention(reading: Reading, known: list[Capability]) -> str:
-    # Cards too old for the flash kernel have the memory-efficient one, which saves no scores either.
-    without_flash = "efficient" if reading.backend == "cuda" else "math"
-    return "flash" if capability("flash_attention_training", known) else without_flash
 
 
 def _check_count(field: str, value: object, *, least: int) -> None:

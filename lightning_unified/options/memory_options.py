@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options.attention import AskedAttention, check_attention
 from lightning_unified.options.compilation import AskedCompile
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk
 from lightning_unified.options.optimizer_kernel import KERNELS
@@ -43,6 +44,7 @@ class MemoryOptions:
     precision: str = "trainer"
     optimizer_kernel: AskedKernel = "keep"
     loss_chunk: AskedChunk = "auto"
+    attention: AskedAttention = "auto"
     predict: bool = True
     recover: bool = True
     optimizer_rollback: bool = False
@@ -69,6 +71,7 @@ class MemoryOptions:
             )
         _check_kernel(self.optimizer_kernel)
         check_chunk(self.loss_chunk)
+        check_attention(self.attention)
         if self.batch_norm not in ("refuse", "micro"):
             raise ConfigurationError(f'batch_norm={self.batch_norm!r}: give "refuse" or "micro".')
         if self.window_mean not in ("batches", "terms"):

@@ -159,6 +159,7 @@ class StepTraces:
             precision=combination.precision,
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,
+            attention=combination.attention,
         )
         dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
 

@@ -169,6 +169,8 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
         watch = self.policy.watch
         if self.policy.options.compile is False:
             return ""
+        if self.policy.options.attention == "chunked":
+            return "attention in chunks runs outside compiled code (attention=chunked)"
         if watch.machine is not None:
             return (
                 f"on the simulated machine {watch.machine.profile.name}, compiled code takes memory that is not counted"
@@ -208,7 +210,8 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
     @override
     def teardown(self) -> None:
         self.policy.recomputation.end()
-        self.policy.applied_options.end()
+        module = self.lightning_module
+        self.policy.applied_options.end(trained=module is not None and module.trainer.global_step > 0)
         self.policy.compilation.end()
         self._status.end()
         if isinstance(self._loop, FaultCheckedOptimization):

@@ -55,6 +55,9 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         loss_chunk: Rows of logits that the loss computes at one time, `"auto"` or False; see docs/how-to/large-vocabulary.md. It acts on
             Hugging Face models, without a change to them, and on modules with `loss_chunk_rows`. `"auto"` leaves the module as it is
             unless a plan needs the memory. False never changes it.
+        attention: `"torch"` leaves attention as it is. `"chunked"` computes it in chunks of queries for the fit, exactly and without the matrix
+            of all scores; see docs/how-to/attention.md. `"auto"` lets the plan choose on MPS, where training saves that matrix, and keeps
+            torch's attention elsewhere.
         predict: Trace the step before the first batch runs, and choose sizes and memory options by its predicted memory; see
             docs/explanation/planner/planning.md. It takes a few seconds, and is skipped if the budget is thousands of times the bytes of weights and batch.
         recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
@@ -95,6 +98,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         loss_chunk: int | Literal["auto", False] = "auto",
+        attention: Literal["auto", "chunked", "torch"] = "auto",
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,

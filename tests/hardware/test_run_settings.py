@@ -43,13 +43,12 @@ def test_a_dataloader_can_be_made_of_the_settings_of_every_machine(any_machine):
                 "pin_memory": True,
                 "start_method": "forkserver",
                 "optimizer_kernel": "fused",
-                "attention": "flash",
             },
         ),
-        ("t4", {"accelerator": "cuda", "attention": "efficient", "num_workers": 2}),
+        ("t4", {"accelerator": "cuda", "num_workers": 2}),
         ("gb10", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False, "host_threads": 20}),
         ("jetson", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False}),
-        ("strix_halo", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False, "attention": "flash"}),
+        ("strix_halo", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False}),
         ("rx6750xt", {"accelerator": "cuda", "num_workers": 2, "pin_memory": True}),
         (
             "m1",
@@ -58,7 +57,6 @@ def test_a_dataloader_can_be_made_of_the_settings_of_every_machine(any_machine):
                 "num_workers": 0,
                 "start_method": None,
                 "prefetch_factor": None,
-                "attention": "math",
             },
         ),
         (
@@ -130,7 +128,6 @@ def test_what_is_written_is_kept(machine):
         "start_method": "spawn",
         "host_threads": 1,
         "optimizer_kernel": "forloop",
-        "attention": "math",
     }
 
     assert asdict(resolve(machine("rtx4090"), **written)) == written
@@ -172,7 +169,6 @@ def test_host_threads_are_never_below_one(machine):
         ("accelerator", "gpu0", "use one of auto, cpu, cuda, mps"),
         ("start_method", "thread", "use one of auto, fork, forkserver, spawn"),
         ("optimizer_kernel", "quick", "use one of auto, fused, foreach, forloop"),
-        ("attention", "fast", "use one of auto, flash, efficient, math"),
         ("num_workers", -1, "a whole number of at least 0, or auto"),
         ("num_workers", 1.5, "a whole number of at least 0, or auto"),
         ("host_threads", 0, "a whole number of at least 1, or auto"),

@@ -139,6 +139,7 @@ def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict
         "micro_batch_size": None if rows == "auto" else rows,
         "recompute": config.memory.recompute,
         "loss_chunk": config.memory.loss_chunk,
+        "attention": config.memory.attention,
     }
     return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
 

@@ -154,6 +154,7 @@ class DryRun:
             "recompute": self._recompute,
             "optimizer_kernel": spec.optimizer_kernel,
             "loss_chunk": spec.loss_chunk,
+            "attention": spec.attention,
         }
         return Trace(
             events=recording.events,
@@ -164,6 +165,7 @@ class DryRun:
             reads=tuple(fit.world.answers.reads),
             notes=("no weights were written in the step that was followed",) if unwritten else (),
             options={name: str(value) for name, value in options.items() if value is not None},
+            attends=fit.attends,
         )
 
 
@@ -176,7 +178,7 @@ class DryRuns:
     if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.
 
     Args:
-        fake_copies: Keeps the last dry run, by precision, kernel and loss chunk. Combinations that differ only in recomputation share this
+        fake_copies: Keeps the last dry run, by precision, kernel, loss chunk and attention. Combinations that differ only in recomputation share this
             mapping, and so one fake copy.
     """
 
@@ -188,7 +190,7 @@ class DryRuns:
         fake_copies: dict[Any, DryRun] | None = None,
     ) -> None:
         self._spec, self._recompute = spec, recompute
-        self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk)
+        self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk, spec.attention)
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
 
     def step(

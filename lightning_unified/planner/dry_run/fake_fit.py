@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_unified.cost_model.backends import mimic
+from lightning_unified.nn.attention import ChunkedAttention
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.options.loss_chunk import chunk_of
@@ -67,6 +68,7 @@ class FakeFit:
         recording: Starts and ends the recording, and holds its result.
         strategy: The strategy of the dry run.
         trainer: The Trainer of the dry run.
+        attends: Whether the step called torch's attention with gradients.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class FakeFit:
         world: World,
     ) -> None:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
-        self._settings = spec.trainer_settings()
+        self._settings, self.attends = spec.trainer_settings(), False
         plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
         self._copy = self._fake_module(dtype)
         self._places = Places(self._copy)
@@ -165,8 +167,14 @@ class FakeFit:
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
-        with self._places.followed(), self._recorder, mimic(self._spec.backend):
-            yield
+        attention = ChunkedAttention(self._copy) if self._spec.attention else None
+        try:
+            with self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
+                yield
+            self.attends |= "scaled_dot_product_attention" in called
+        finally:
+            if attention is not None:
+                attention.remove()
 
     def _fake_module(self, dtype: torch.dtype | None) -> L.LightningModule:
         """Return the fake copy of the module, in `dtype`; None keeps each tensor's own."""

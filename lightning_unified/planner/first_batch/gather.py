@@ -78,6 +78,7 @@ def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: st
         policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
         kernels=policy.applied_options.kernel_choices(scaled=scaled),
         chunks=policy.applied_options.chunk_choices(),
+        attentions=policy.applied_options.attention_choices(policy.watch.reading().backend),
     )
 
 
