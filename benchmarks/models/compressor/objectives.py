@@ -6,7 +6,7 @@ One process trains both in turns of a few steps, always the one that has used th
 thread). So other work on the machine slows both alike. They have the same data in the same order, the same first weights, and a
 learning rate that falls to 0 at the end of their time. Each policy is judged by its own reader, beside baselines under that reader.
 
-`gradient_noise` is the reason for the differences: on one batch, at the weights that the relaxed objective has learnt, the policy's
+`gradient_noise` shows one cause of differences: on one batch, at the weights that the relaxed objective has learnt, the policy's
 gradient is drawn often under either objective. It is the mean square of the draws' deviation, over the square of their mean.
 """
 
