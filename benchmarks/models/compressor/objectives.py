@@ -124,7 +124,7 @@ def judged(arm: Arm, data: PassageData, *, documents: int) -> dict[str, Any]:
 
 
 def gradient_noise(trained: Compressor, data: PassageData, *, arguments: dict[str, Any]) -> dict[str, float]:
-    """Return the relative noise of the policy's gradient under either objective, at the same weights on one batch."""
+    """Return the relative noise of the policy's gradient under either objective, at the same weights."""
     batch = next(_batches(data))
     found = {}
     for name, own in ARMS.items():

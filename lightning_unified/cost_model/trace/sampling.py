@@ -17,7 +17,7 @@ _RECORDED = ("cuda", "rocm")  # backends that decode by replayed graphs: one lau
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """Operations of one forward pass: launches of the host, kernels of the device, and the dtype of most arithmetic."""
+    """Operations of one forward pass: the host's launches, the device's kernels, and their dtype."""
 
     launches: int
     kernels: int

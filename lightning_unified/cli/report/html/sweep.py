@@ -51,8 +51,9 @@ class _Metric:
     def value(self, run: Run) -> float:
         """Return a run's newest value; infinity without one, of the worse sign."""
         found = validation_figure(run, self.name)
-        known = found is not None and math.isfinite(found)
-        return found if known else -math.inf if self.is_score else math.inf
+        if found is None or not math.isfinite(found):
+            return -math.inf if self.is_score else math.inf
+        return found
 
     def rank(self, run: Run) -> float:
         """Return a number that is less for a better run."""

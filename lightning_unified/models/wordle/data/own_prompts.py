@@ -86,9 +86,9 @@ def _prompt(row: Mapping[str, Any], words: WordList, *, where: str) -> OwnPrompt
 def _content(prompt: Any, *, where: str) -> str | tuple[Mapping[str, str], ...]:
     if isinstance(prompt, str) and prompt.strip():
         return prompt
-    is_list = isinstance(prompt, list) and prompt
-    if is_list and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in prompt):
-        return tuple(prompt)
+    messages = tuple(one for one in prompt if isinstance(one, Mapping)) if isinstance(prompt, list) else ()
+    if messages and len(messages) == len(prompt) and all({"role", "content"} <= one.keys() for one in messages):
+        return messages
     raise ValueError(f"{where}: prompt={prompt!r}; it must be a text, or a list of messages with role and content.")
 
 
