@@ -8,10 +8,12 @@ from lightning_unified.cost_model.memory.peak import Peak, describe_instant, ins
 from lightning_unified.cost_model.memory.reserve import AllocatorPeak, allocator_peak
 from lightning_unified.cost_model.printed import Printed
 from lightning_unified.cost_model.trace.trace import Category, Confidence, Trace
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 
 __all__ = ["Prediction", "counted_peak", "summarise"]
 
 _UNROUNDED = 1  # the CPU's counter counts the bytes of tensors
+_DEFAULT = AllocatorSettings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +75,8 @@ def counted_peak(trace: Trace, replayed: AllocatorPeak) -> Peak:
     """Return the peak of a step as the device's counter shows it.
 
     On a GPU the peak counts the allocator's blocks, because device counters do. A block of CUDA's large pool keeps up to 1
-    MiB more than its tensor needs. Metal reuses freed blocks whole (`m_current_allocated_memory` in torch's MPSAllocator.mm).
-    On a CPU the peak counts the tensors.
+    MiB more than its tensor needs. So does one of Metal's from torch 2.14 on; before, a freed block is reused whole
+    (`m_current_allocated_memory` in torch's MPSAllocator.mm). On a CPU the peak counts the tensors.
     """
     if trace.backend == "cpu":
         return peak(trace, rounding=_UNROUNDED)
@@ -92,7 +94,7 @@ def summarise(
     seconds: float | None = None,
     generation_seconds: float = 0.0,
     planning_seconds: float = 0.0,
-    mmap_threshold: int | None = None,
+    settings: AllocatorSettings = _DEFAULT,
 ) -> Prediction:
     """Return the prediction that follows from the trace of a step; `counted_peak` is its peak.
 
@@ -101,13 +103,12 @@ def summarise(
         seconds: Predicted seconds of the step; None if the device's speed is unknown.
         generation_seconds: Seconds of the generation before the step, which `seconds` includes.
         planning_seconds: Seconds the prediction took.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
-            threshold.
+        settings: Settings of the allocator.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    replayed = allocator_peak(trace, mmap_threshold=mmap_threshold)
+    replayed = allocator_peak(trace, settings=settings)
     most = counted_peak(trace, replayed)
     is_cpu = trace.backend == "cpu"
     return Prediction(

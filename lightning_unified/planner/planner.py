@@ -29,7 +29,9 @@ from lightning_unified.planner.step_traces import StepTraces
 
 __all__ = ["Planner", "is_under"]
 
-_LONGEST = 4.0  # seconds; after that, only the first combinations are still looked at
+# Operations in the dry runs of one choice; after that, only the first combinations are still looked at. About four seconds on a laptop's
+# core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
+_MOST_OPERATIONS = 16_000
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -45,9 +47,9 @@ class Planner:
         self, traces: StepTraces, *, rates: Rates | None = None, calibration: Calibration | None = None
     ) -> None:
         self._traces, self._rates, self._calibration = traces, rates, calibration
-        self._mmap_threshold = traces.counted.mmap_threshold
+        self._allocator = traces.counted.allocator
         self._combinations: dict[tuple[Any, ...], Combination] = {}
-        self._begun = time.monotonic()
+        self._begun, self._before = time.monotonic(), 0
 
     def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
         """Predict a step under `combination`, from a dry run at exactly that size.
@@ -87,6 +89,7 @@ class Planner:
             DryRunError: If the step cannot be traced.
         """
         self._begun, self._rates = time.monotonic(), rates
+        self._before = self._traces.operations
         for _ in range(_ATTEMPTS):
             options = self._promising(combinations, rates=rates) if only_best else self._options(combinations)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
@@ -163,7 +166,7 @@ class Planner:
     def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
         always = always_compared(combinations)
         for index, combination in enumerate(combinations):
-            if index >= always and time.monotonic() - self._begun > _LONGEST:
+            if index >= always and self._has_traced_enough:
                 return
             yield self._option(combination)
 
@@ -180,11 +183,15 @@ class Planner:
         always = always_compared(combinations)
         while waiting:
             _, index, at = heapq.heappop(waiting)
-            if index >= always and time.monotonic() - self._begun > _LONGEST:
+            if index >= always and self._has_traced_enough:
                 continue
             yield replace(options[index], split=splits[at])
             if at + 1 < len(splits):
                 heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
+
+    @property
+    def _has_traced_enough(self) -> bool:
+        return self._traces.operations - self._before > _MOST_OPERATIONS
 
     def _option(
         self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
@@ -209,14 +216,14 @@ class Planner:
 
         At its limit, an allocator first returns cached blocks.
         """
-        replayed = allocator_peak(trace, mmap_threshold=self._mmap_threshold)
+        replayed = allocator_peak(trace, settings=self._allocator)
         reserved = int(replayed.reserved * self._factor(trace))
         if reserved > limit and self._fits(trace, limit=limit):
             reserved = limit
         return Taken(peak_bytes=counted_peak(trace, replayed).bytes, reserved_bytes=reserved)
 
     def _fits(self, trace: Trace, *, limit: int) -> bool:
-        return fits_within(trace, int(limit / self._factor(trace)), mmap_threshold=self._mmap_threshold)
+        return fits_within(trace, int(limit / self._factor(trace)), settings=self._allocator)
 
     def _factor(self, trace: Trace) -> float:
         return 1.0 if self._calibration is None else self._calibration.peak_factor(_kind(trace))
@@ -228,7 +235,7 @@ class Planner:
             seconds=seconds if parts <= 2 else None,
             generation_seconds=0.0 if self._rates is None else sampling_seconds(trace, self._rates),
             planning_seconds=time.monotonic() - self._begun,
-            mmap_threshold=self._mmap_threshold,
+            settings=self._allocator,
         )
         return replace(found, parts=parts)
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.generation import Generated, generation_before
-from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.cost_model.trace.trace import Trace, Work
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
@@ -41,13 +42,13 @@ class CountedMemory:
         updates: Whether the step writes weights; if not, the optimizer's memory is left out.
         workspaces: Whether to count memory that the backend's libraries take for themselves; a simulated machine has none.
         reduction_bytes: Bytes that the device holds during the whole step to average gradients over ranks; counted as a workspace.
-        mmap_threshold: On a CPU, `M_MMAP_THRESHOLD` in bytes if it is set; None means the C library's default, which changes at run time.
+        allocator: Settings of the machine's allocator.
     """
 
     updates: bool = True
     workspaces: bool = True
     reduction_bytes: int = 0
-    mmap_threshold: int | None = None
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,7 @@ class StepTraces:
         rows: Rows of the batch; 1 for a batch without a row dimension.
         unit: Rows that stay together; all rows of a batch that cannot be split.
         splits: The rows of each micro-batch, for each even split of the batch; the fewest micro-batches come first.
+        operations: Operations in all dry runs so far, a measure of their cost that is the same on every machine.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class StepTraces:
         )
         self._fake_copies: dict[Any, DryRun] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
+        self.operations = 0
 
     @property
     def is_light(self) -> bool:
@@ -167,7 +170,10 @@ class StepTraces:
             loss_chunk=combination.loss_chunk,
         )
         dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
-        updates, reduction_bytes = self.counted.updates, self.counted.reduction_bytes
-        return lambda *size, **other: adjusted(
-            dry_runs.step(*size, **other), updates=updates, reduction_bytes=reduction_bytes
-        )
+
+        def traced(*size: int, **other: Any) -> Trace:
+            trace = dry_runs.step(*size, **other)
+            self.operations += sum(isinstance(event, Work) for event in trace.events)
+            return adjusted(trace, updates=self.counted.updates, reduction_bytes=self.counted.reduction_bytes)
+
+        return traced

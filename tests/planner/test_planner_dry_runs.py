@@ -5,6 +5,7 @@ import pytest
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import recompute_policies
+from lightning_unified.planner import planner as planner_module
 from lightning_unified.planner import step_traces
 from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
@@ -63,6 +64,23 @@ def test_a_batch_is_not_traced_in_parts_where_the_whole_of_it_is_faster_in_any_c
     assert (best.recompute, best.parts) == ("2 of 4 blocks", 1)
     assert {(rows, parts) for _, rows, parts in traced} == {(8, 1)}
     assert len(traced) < 4
+
+
+def test_a_busy_machine_looks_at_the_combinations_of_an_idle_one(traced, monkeypatch):
+    chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
+    idle = list(traced)
+    traced.clear()
+    monkeypatch.setattr(planner_module.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
+    chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
+
+    assert traced == idle
+
+
+def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkeypatch):
+    monkeypatch.setattr(planner_module, "_MOST_OPERATIONS", 0)
+    chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
+
+    assert {policy for policy, *_ in traced} == {PLAIN, ALL}
 
 
 @pytest.mark.slow

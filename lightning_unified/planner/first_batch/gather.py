@@ -53,7 +53,7 @@ def planner_of(
     counted = CountedMemory(
         workspaces=watch.machine is None,
         reduction_bytes=budget.reduction_bytes,
-        mmap_threshold=watch.mmap_threshold,
+        allocator=watch.allocator,
     )
     return Planner(StepTraces(step, limits=limits, counted=counted), rates=rates, calibration=calibration)
 
