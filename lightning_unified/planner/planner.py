@@ -212,10 +212,7 @@ class Planner:
         return option
 
     def _taken(self, trace: Trace, *, limit: int) -> Taken:
-        """Return the bytes that a step takes.
-
-        At its limit, an allocator first returns cached blocks.
-        """
+        """Return the bytes that a step takes; at its limit, an allocator first returns cached blocks."""
         replayed = allocator_peak(trace, settings=self._allocator)
         reserved = int(replayed.reserved * self._factor(trace))
         if reserved > limit and self._fits(trace, limit=limit):

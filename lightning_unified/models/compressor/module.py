@@ -43,8 +43,7 @@ class Compressor(TextCodec):
         dropout: Share dropped in the reader.
         text_length: The longest text in tokens.
         window: Tokens that a decision depends on.
-        pretrained: Source of GPT-2's weights for the reader: a folder, an installed package or a hub id; None for random
-            weights, or the preset's own.
+        pretrained: Source of GPT-2's weights for the reader, see `network.gpt2`; None takes the preset's.
         load_pretrained: Whether to load pretrained weights; False if a checkpoint follows.
         reading: "infill" or "copy", see `sizes.CompressorConfig`.
         recompute: Activation checkpointing of each block.
