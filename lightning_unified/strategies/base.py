@@ -34,6 +34,7 @@ from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.results.progress_metrics import defer_progress_metrics
+from lightning_unified.strategies.mapped_resume import MappedResume
 from lightning_unified.strategies.run_interface import RunInterface
 
 __all__ = ["UnifiedBase", "options_among"]
@@ -57,7 +58,7 @@ def options_among(arguments: Mapping[str, Any]) -> MemoryOptions:
     return MemoryOptions(**{name: value for name, value in arguments.items() if name in names})
 
 
-class UnifiedBase(RunInterface, MicroBatchBackward):
+class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
     """Adds a memory budget to the Lightning strategy that follows it among the base classes.
 
     A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this

@@ -191,6 +191,7 @@ class FakeFit:
             micro_batches=given_to(self._spec.trainer),
             roles=self._templates.roles,
             is_prepared=self._spec.is_prepared,
+            copies_weights=_copies_weights(self._spec.trainer),
         )
         strategy.policy.most_chunks = self.size.parts
         return strategy
@@ -241,3 +242,9 @@ def _vocabularies(module: nn.Module) -> set[int]:
     if widest is not None and widest.out_features > 4 * widest.in_features:
         found.add(widest.out_features)
     return found
+
+
+def _copies_weights(trainer: Any) -> bool:
+    """Return whether the live strategy copies weights and optimizer state around each optimizer step."""
+    options = getattr(getattr(getattr(trainer, "strategy", None), "policy", None), "options", None)
+    return options is not None and options.recover and options.optimizer_rollback

@@ -41,8 +41,9 @@ class PlacementHeaps:
     Source:
         torch's MPSAllocator.mm (pull request 190438): `get_allocation_size`, `get_free_buffer`, `split_free_block`,
         `coalesce_free_blocks`, `alloc_heap`, `release_free_heaps`, `garbage_collect_cached_buffers`, `alloc_buffer_block`. The
-        source was read at a commit between 2.14 and 2.15. Each of these functions was compared with the machine code in the
-        macOS wheel of torch 2.14.1 (git revision 5c488690); the constants are in that wheel's MPSAllocator.h.
+        source was read at a commit between 2.14 and 2.15. The functions were compared with the machine code in the macOS
+        wheel of torch 2.14.1 (git revision 5c488690), `alloc_heap` and `garbage_collect_cached_buffers` only up to their decisions.
+        The constants are in that wheel's MPSAllocator.h.
     """
 
     def __init__(self, *, max_buffer: int | None = None) -> None:

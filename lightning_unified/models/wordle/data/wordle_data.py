@@ -69,6 +69,8 @@ class WordleData(ResumableData):
         FileNotFoundError: If words, prompts or tokenizer are not there.
     """
 
+    batch_work = "compute"  # the games of a round of traces are played while its batch is made
+
     def __init__(
         self,
         *,

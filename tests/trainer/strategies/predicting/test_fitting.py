@@ -9,6 +9,7 @@ import weakref
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
@@ -55,6 +56,35 @@ def test_what_metal_holds_beside_the_heaps_is_left_out_of_what_a_plan_may_take(u
     assert strategy.plan.prediction.reserved_bytes < 40 * MIB  # five heaps of 8 MiB, which are 40, would not go through
     assert strategy.recoveries == 0
     assert torch.allclose(weights(module), undivided, atol=1e-6)
+
+
+class Heavy(Deep):
+    """Has 4 MiB of weights, and few activations."""
+
+    def __init__(self):
+        super().__init__(depth=0)
+        self.blocks.append(torch.nn.Sequential(torch.nn.Linear(64, 8192), torch.nn.Linear(8192, 64)))
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_copies_of_the_weights_around_the_optimizers_step_are_planned(rolls_back):
+    strategy = UnifiedStrategy(simulate="h200", budget="40MiB", optimizer_rollback=rolls_back)
+    fit(strategy, kind=Heavy, lengths=(8,) * 3, rows=1)
+    predicted = strategy.plan.predicted_peak_bytes
+
+    assert predicted == pytest.approx(strategy.measured_peak().bytes, rel=0.02)
+    assert (predicted > 18 * MIB) == rolls_back  # weights, gradients and momentum are 12 MiB, the copies 8
+
+
+def test_the_copy_of_an_asynchronous_save_is_left_out_of_what_a_plan_may_take(tmp_path):
+    peaks = []
+    for plugins in ([], [AsyncCheckpointIO()]):
+        strategy = UnifiedStrategy(simulate="h200", budget="40MiB")
+        saves = {"enable_checkpointing": True, "default_root_dir": tmp_path, "plugins": plugins}
+        fit(strategy, kind=Heavy, lengths=(8,) * 2, rows=1, **saves)
+        peaks.append(strategy.plan.predicted_peak_bytes)
+
+    assert peaks[1] - peaks[0] == pytest.approx(8 * MIB, rel=0.01)  # weights and momentum
 
 
 def test_a_plan_does_not_keep_the_batch_it_was_made_for():
