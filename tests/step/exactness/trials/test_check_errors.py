@@ -58,7 +58,7 @@ def test_memory_for_one_row_only_leaves_the_likeliest_rule_and_says_so(caplog):
 
 
 class Blocks(Net):
-    """Ten equal blocks, of which memory holds five with their activations."""
+    """Ten equal blocks, whose activations do not fit into memory."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class Blocks(Net):
 
         def keep(tensor):
             kept.append(tensor)
-            if len(batch["x"]) > 1 and len(kept) > 25:
+            if len(batch["x"]) > 1 and len(kept) > 32:  # of 38; 19 where blocks are recomputed, 29 with torch 2.11
                 raise RuntimeError(TEXT)
             return tensor
 
