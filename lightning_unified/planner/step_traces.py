@@ -9,6 +9,7 @@ from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
+from lightning_unified.planner.repeats import Twins
 from lightning_unified.planner.traced_sizes import TracedSizes, adjusted
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
@@ -107,6 +108,7 @@ class StepTraces:
             self.rows, unit=self.unit, least=self.limits.least, micro_batch_size=self.limits.micro_batch_size
         )
         self._fake_copies: dict[Any, DryRun] = {}
+        self._twins: dict[str, Twins] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
         self.operations = 0
 
@@ -159,7 +161,9 @@ class StepTraces:
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,
         )
-        dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
+        dry_runs = DryRuns(
+            step, recompute=combination.recompute, fake_copies=self._fake_copies, twins=self._twins
+        )
 
         def traced(*size: int, **other: Any) -> Trace:
             trace = dry_runs.step(*size, **other)
