@@ -161,9 +161,7 @@ class StepTraces:
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,
         )
-        dry_runs = DryRuns(
-            step, recompute=combination.recompute, fake_copies=self._fake_copies, twins=self._twins
-        )
+        dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies, twins=self._twins)
 
         def traced(*size: int, **other: Any) -> Trace:
             trace = dry_runs.step(*size, **other)

@@ -139,9 +139,7 @@ class DryRun:
     def _first(self, size: StepSize, *, other: bool = False) -> Trace:
         world = World(other=other)
         with fake_world(world):
-            fit = FakeFit(
-                self._spec, self._templates, size, recompute=self._recompute, world=world, twins=self._twins
-            )
+            fit = FakeFit(self._spec, self._templates, size, recompute=self._recompute, world=world, twins=self._twins)
             fit.run()
         if fit.recording.is_unlike:
             self._twins.give_up()

@@ -195,7 +195,9 @@ class _Copies:
 
     def _check_twins(self, span: Span) -> None:
         direction, part, block = span
-        first, second = ((direction, part, twin) for twin in self._twins[block])
+        one_twin, other_twin = self._twins[block]
+        first: Span = (direction, part, one_twin)
+        second: Span = (direction, part, other_twin)
         for one in (first, second):
             if one not in self._segments or self._segments[one].mark.skipped:
                 raise UnlikeError("a block has no twin that was traced")
@@ -236,7 +238,7 @@ class _Copies:
             self._storages[span, place] = made
 
     def _events(self, span: Span) -> list[Work | Storage | Give]:
-        direction, part, block = span
+        _, part, block = span
         source = self._source(span)
         found: list[Work | Storage | Give] = []
         for event, normalised in zip(self._segments[source].events, self._normal[source], strict=True):

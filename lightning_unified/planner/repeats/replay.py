@@ -73,6 +73,9 @@ class Replay:
         self._calls: Counter[int] = Counter()
         self._traced: dict[tuple[int, int], _Traced] = {}
         self._changed: set[int] = set()
+        self._has_begun = (
+            False  # the first step on a copy runs all blocks: it decides the order in which weights begin to live
+        )
         self._last: weakref.ref[Tensor] | None = None
         self._skipped: dict[int, tuple[int, int]] = {}
         if not self._names:
@@ -84,6 +87,7 @@ class Replay:
         """Begin a step to trace; learn from the one before, if it was the first."""
         if self._twins.runs is None:
             self._twins.learn(self._storages.events or [], self._blocks, changed=self._changed)
+        self._has_begun = True
         self._calls.clear()
         self._traced.clear()
         self._skipped.clear()
@@ -116,12 +120,12 @@ class Replay:
         block = self._indices.get(id(module))
         if block is None or self._twins.runs == [] or not torch.is_grad_enabled():
             return call()
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_autograd_node() is not None:
             return call()  # a backward pass runs it again
         part, made = self._calls[block], self._call(args, kwargs)
         self._calls[block] += 1
         run = self._twins.run_of(block)
-        if run is not None and made is not None and self._is_like_its_twin(run, module, part, made):
+        if self._has_begun and run is not None and made is not None and self._is_like_its_twin(run, module, part, made):
             return self._skip(run, block, part, made.given)
         return self._run(module, block, part, made, call)
 
@@ -133,7 +137,7 @@ class Replay:
         result = call()
         if learns and state_of(module) != before:
             self._changed.add(block)
-        output = result[0] if isinstance(result, tuple) and len(result) == 1 else result
+        output: Any = result[0] if isinstance(result, tuple) and len(result) == 1 else result
         is_plain = isinstance(output, Tensor) and output.grad_fn is not None and value_of(output) is None
         given = None if made is None else made.given
         if not is_plain or output.storage_offset() or (given is not None and output.grad_fn is given.grad_fn):
@@ -146,7 +150,7 @@ class Replay:
                 made.kind, output.shape, output.stride(), output.dtype, isinstance(result, tuple)
             )
         turn = _Turn(self, block, part)
-        output.grad_fn.register_prehook(turn.begin)
+        output.grad_fn.register_prehook(turn.begin)  # pyright: ignore[reportOptionalMemberAccess]
         if given is not None and given.grad_fn is not None:
             is_next = self._last is not None and self._last() is given
             given.grad_fn.register_prehook(partial(turn.end, is_last=not is_next))
@@ -275,6 +279,7 @@ class _Skip(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (gradient,) = grad_outputs
         result = ctx.replay.skip_backward(*ctx.turn, gradient, ctx.given)
         return result, None, None, None, None, None

@@ -106,7 +106,7 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def state_of(block: nn.Module) -> list[Any]:
     """Return what a call of a block could change besides its results: attributes, buffers and Python's random state."""
-    found: list[Any] = [hash(random.getstate()), np.random.get_state()[2]]  # noqa: NPY002
+    found: list[Any] = [hash(random.getstate()), hash(str(np.random.get_state()))]  # noqa: NPY002
     for child in block.modules():
         for name, value in vars(child).items():
             size = len(value) if isinstance(value, (list, dict, set)) else None
@@ -115,9 +115,7 @@ def state_of(block: nn.Module) -> list[Any]:
     return found
 
 
-def _run(
-    first: int, end: int, segments: Mapping[Span, Segment], births: Births, names: Sequence[str]
-) -> Run | None:
+def _run(first: int, end: int, segments: Mapping[Span, Segment], births: Births, names: Sequence[str]) -> Run | None:
     """Return the run of the blocks from `first` to `end`; None if those between its ends differ, or read values."""
     forward, backward = (
         [segments.get((direction, 0, block)) for block in range(first + 1, end - 1)]
