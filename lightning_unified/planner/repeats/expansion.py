@@ -181,7 +181,7 @@ class _Copies:
             self.events[span] = self._events(span)
 
     def freed_with(self, number: int, inside: Span | None) -> list[int]:
-        """Return the copies of a storage that is freed outside of the passes of its own block and its twins."""
+        """Return the copies of a storage that is freed outside of all blocks."""
         copies = self._copied.get(number, [])
         if not copies or inside is None:
             return copies
@@ -213,7 +213,7 @@ class _Copies:
 
     @staticmethod
     def _keep_category(first: Storage | None, second: Storage | None) -> None:
-        """Give a result the category of its twin if the skipped block that follows did not save it for the backward pass."""
+        """Give a result the category of its twin: the skipped block that follows saved nothing for backward."""
         if first is not None and second is not None:
             second.category = second.category or first.category
 

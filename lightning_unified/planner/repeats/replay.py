@@ -1,4 +1,4 @@
-"""Skip the repeated blocks of a dry run: each call returns a tensor like that of a twin, and marks its place in the recording."""
+"""Skip the repeated blocks of a dry run: a call returns a tensor like its twin's, and marks its place."""
 
 import weakref
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which blocks of a module are twins: found by their structure, and confirmed by one step that traces them all."""
+"""Find the twins among a module's blocks: equal structure, and equal events in a step that runs them all."""
 
 import random
 from collections import Counter
@@ -105,7 +105,7 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def state_of(block: nn.Module) -> list[Any]:
-    """Return what a call of a block could change besides its results: attributes, buffers and Python's random state."""
+    """Return the state that a block's call may change: attributes, buffers and Python's random state."""
     found: list[Any] = [hash(random.getstate()), hash(str(np.random.get_state()))]  # noqa: NPY002
     for child in block.modules():
         for name, value in vars(child).items():
@@ -116,7 +116,7 @@ def state_of(block: nn.Module) -> list[Any]:
 
 
 def _run(first: int, end: int, segments: Mapping[Span, Segment], births: Births, names: Sequence[str]) -> Run | None:
-    """Return the run of the blocks from `first` to `end`; None if those between its ends differ, or read values."""
+    """Return the run from `first` to `end`; None if blocks between its ends differ, or read values."""
     forward, backward = (
         [segments.get((direction, 0, block)) for block in range(first + 1, end - 1)]
         for direction in ("forward", "backward")
@@ -139,7 +139,7 @@ def _run(first: int, end: int, segments: Mapping[Span, Segment], births: Births,
 
 
 def _alike(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
-    """Return the first block and the end of each run of blocks of one structure that is long enough to skip some."""
+    """Return the first block and the end of each run of one structure that is long enough to skip some."""
     kinds = [_structure(block) for block in blocks]
     found, first = [], 0
     for at in range(1, len(kinds) + 1):
