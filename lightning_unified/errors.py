@@ -9,6 +9,7 @@
     └── RunError               the run failed                                          (exit code 1)
         ├── OutOfMemoryError       the smallest unit of work does not fit
         ├── HalfUpdatedError       memory ran out while the optimizer was writing weights
+        ├── GpuFaultError          the GPU lost work of a step, and the run cannot go on exactly
         ├── UndoError              a step changed state that cannot be restored
         ├── RankError              another rank failed, is gone, or is at another point of the run
         ├── HostFrozenError        a simulated machine would hang here
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DryRunError",
+    "GpuFaultError",
     "GradientError",
     "HalfUpdatedError",
     "HardwareError",
@@ -76,6 +78,10 @@ class OutOfMemoryError(RunError):
 
 class HalfUpdatedError(RunError):
     """Memory ran out while the optimizer was writing weights, and no copy exists to restore."""
+
+
+class GpuFaultError(RunError):
+    """The GPU lost work without an error, and repeating the step does not help or would not be exact."""
 
 
 class UndoError(RunError):

@@ -5,9 +5,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -32,6 +33,7 @@ from lightning_unified.hardware import (
     resolve_budget,
 )
 from lightning_unified.hardware.environment.builds import build_findings
+from lightning_unified.hardware.loader_workers import BatchWork, LoaderWorkers
 from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
 from lightning_unified.hardware.sources import core_count, shipped_configuration
 from lightning_unified.units import format_bytes
@@ -40,6 +42,9 @@ __all__ = ["Diagnosis", "Tier", "diagnose", "main", "read_tiers"]
 
 _VERDICT_STYLE = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 _DEFAULT = re.compile(r"\$\{oc\.select:[\w.]+,\s*(\d+)\}")  # a number that another key may replace
+_DATA: Mapping[BatchWork, str] = MappingProxyType(
+    {"gather": "texts (all data here but wordle)", "compute": "wordle", "unknown": "a data module of your own"}
+)
 _FIGURES = ("total", "available", "allocated", "reserved", "peak", "host")
 
 
@@ -68,7 +73,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The output of doctor; the JSON omits `settings` and `machine`."""
+    """The output of doctor; the JSON omits `settings`, `workers` and `machine`."""
 
     machine: str
     reading: Reading
@@ -78,6 +83,7 @@ class Diagnosis:
     environment: list[Finding]
     hardware: str
     settings: HardwareSettings
+    workers: dict[str, LoaderWorkers]
 
     def as_json(self) -> dict[str, Any]:
         """Return the seven keys that scripts rely on."""
@@ -147,6 +153,7 @@ def diagnose(device: str = "auto", *, sources: Sources | None = None, conf: Path
         environment=findings,
         hardware=detect(sources),
         settings=HardwareSettings().resolve(trains, capabilities(trains, sources=sources), sources=sources),
+        workers={data: HardwareSettings().workers(trains, sources=sources, work=work) for work, data in _DATA.items()},
     )
 
 
@@ -248,6 +255,10 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
     console.print(
         f"[bold]hardware=auto[/] would choose hardware={diagnosis.hardware}: {escape(_settings(diagnosis.settings))}"
     )
+    for data, workers in diagnosis.workers.items():
+        console.print(
+            f"[bold]hardware.num_workers=auto[/] is {workers.count} for {escape(data)}: {escape(workers.reason)}"
+        )
 
 
 def _fit(tier: Tier) -> str:

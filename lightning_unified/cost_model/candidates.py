@@ -34,6 +34,7 @@ class Option:
         precision: Lightning's name of the precision.
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the user's.
         loss_chunk: Rows of logits computed at once; None computes the loss as the module does.
+        attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
         changes: Number of the user's own settings that this option changes. Of two plans with equal time, fewer changes win.
         least_seconds: Function of the number of micro-batches that returns a lower bound of the step time, known without
             traces. The search raises predictions below the bound to it. The bound never falls with more micro-batches. With a
@@ -50,6 +51,7 @@ class Option:
     precision: str = "32-true"
     optimizer_kernel: str | None = None
     loss_chunk: int | None = None
+    attention: str | None = None
     changes: int = 0
     least_seconds: Callable[[int], float] | None = None
     no_faster_than: Sizes | None = None
@@ -63,7 +65,7 @@ class Candidate:
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
         parts: Number of micro-batches in a step.
-        recompute, precision, optimizer_kernel, loss_chunk: As in `Option`.
+        recompute, precision, optimizer_kernel, loss_chunk, attention: As in `Option`.
         peak_bytes: Peak of live tensor bytes.
         reserved_bytes: Peak of bytes that the allocator reserves; the search compares this figure with the budget.
         seconds: Predicted seconds of a step.
@@ -80,6 +82,7 @@ class Candidate:
     reserved_bytes: int
     seconds: float
     fits: bool
+    attention: str | None = None
 
     def describe(self) -> str:
         """Return the plan in words.
@@ -92,6 +95,7 @@ class Candidate:
         named = [describe_split(self.micro_batch_size, self.parts), checkpointing, self.precision]
         named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []
         named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
+        named += [f"{self.attention} attention"] if self.attention else []
         return ", ".join(named)
 
     def to_dict(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class NetworkShape:
         item_bytes: Bytes of one entry of cache, logits and activations: 4 for float32, 2 for the 16-bit formats.
         weights_bytes: Bytes of the model during generation.
         grows: Whether each token concatenates the cache anew, as transformers' `DynamicCache` does. Then the old keys (or
-            values) of one layer live beside the new ones. A preallocated cache, such as `nn.kv_cache.KVCache`, does not grow.
+            values) of one layer live beside the new ones. A preallocated cache, such as `models.gearhead.kv_cache.KVCache`, does not grow.
         all_logits: Whether all positions of the prompt have logits; if not, only the last has.
         widest: Entries a token that live at once in the widest layer of the pass over the prompt, such as three times the
             width of a gated feed-forward layer; 0 leaves it out.

@@ -23,6 +23,7 @@ class Plan(Printed):
         recomputed: Modules under activation checkpointing, in words: `"6 of 12 blocks"`; empty if unknown.
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the optimizer as it was built.
         loss_chunk: Rows of logits computed at once; None leaves the module's own loss.
+        attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
         prediction: Predicted memory and time of a step; None if nothing was predicted.
         predicted_peak_bytes: Predicted reading of the device's peak counter, including bytes the process held before; None
             without a prediction.
@@ -37,6 +38,7 @@ class Plan(Printed):
     recomputed: str = ""
     optimizer_kernel: str | None = None
     loss_chunk: int | None = None
+    attention: str | None = None
     prediction: Prediction | None = None
     predicted_peak_bytes: int | None = None
     alternatives: tuple[Candidate, ...] = ()

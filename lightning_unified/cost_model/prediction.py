@@ -8,11 +8,13 @@ from lightning_unified.cost_model.memory.peak import describe_instant, instants,
 from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.printed import Printed
 from lightning_unified.cost_model.trace.trace import Category, Confidence, Trace
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 
 __all__ = ["ROUNDING", "Prediction", "summarise"]
 
 # Multiple of bytes to which each backend rounds a tensor. The CPU's counter does not round; Metal's multiple is judgement.
 ROUNDING = {"cuda": 512, "rocm": 512, "mps": 256, "cpu": 1}
+_DEFAULT = AllocatorSettings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,25 +75,24 @@ def summarise(
     *,
     seconds: float | None = None,
     planning_seconds: float = 0.0,
-    mmap_threshold: int | None = None,
+    settings: AllocatorSettings = _DEFAULT,
 ) -> Prediction:
     """Return the prediction that follows from the trace of a step.
 
     On a GPU the peak counts the allocator's blocks, because device counters do. A block of CUDA's large pool keeps up to 1
-    MiB more than its tensor needs. Metal reuses freed blocks whole (`m_current_allocated_memory` in torch's MPSAllocator.mm).
-    On a CPU the peak counts the tensors.
+    MiB more than its tensor needs. So does one of Metal's from torch 2.14 on; before, a freed block is reused whole
+    (`m_current_allocated_memory` in torch's MPSAllocator.mm). On a CPU the peak counts the tensors.
 
     Args:
         trace: A step in steady state, at the size in question.
         seconds: Predicted seconds of the step; None if the device's speed is unknown.
         planning_seconds: Seconds the prediction took.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
-            threshold.
+        settings: Settings of the allocator.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    replayed = allocator_peak(trace, mmap_threshold=mmap_threshold)
+    replayed = allocator_peak(trace, settings=settings)
     rounding = ROUNDING[trace.backend]
     if trace.backend != "cpu":
         count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)

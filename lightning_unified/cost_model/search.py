@@ -24,6 +24,7 @@ from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["Candidate", "Choice", "Option", "Sizes", "search", "what_would_fit"]
 
+_EQUAL_IN = ("precision", "optimizer_kernel", "attention")  # of two options of which one recomputes more
 _EQUAL = 1 + 1e-9  # sums of the same seconds in another order
 
 
@@ -182,6 +183,7 @@ class _Measure:
             precision=option.precision,
             optimizer_kernel=option.optimizer_kernel,
             loss_chunk=option.loss_chunk,
+            attention=option.attention,
             peak_bytes=_peak(option, split),
             reserved_bytes=reserved,
             seconds=float("inf"),
@@ -222,7 +224,7 @@ def _splits_left(
     """
     fewest = len(splits[-1]) + 1
     for by, plan in fitting:
-        memory_options = (option.precision, option.optimizer_kernel) == (by.precision, by.optimizer_kernel)
+        memory_options = all(getattr(option, name) == getattr(by, name) for name in _EQUAL_IN)
         more = by.loss_chunk == option.loss_chunk and by.again < option.again
         same = memory_options and (more or (option.no_faster_than is by.traces and by.again <= option.again))
         split = next(split for split in splits if len(split) == plan.parts)

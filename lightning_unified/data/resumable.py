@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from lightning import LightningDataModule
 from tokenizers import Tokenizer
@@ -22,7 +22,13 @@ class ResumableData(LightningDataModule, ABC):
 
     Args:
         options: Batch size, order and workers; a data module takes them as arguments of the same names.
+
+    Attributes:
+        batch_work: What a batch takes, which decides the number of loader processes: `"gather"`, a look-up in arrays in
+            memory, or `"compute"`, about the time of a step.
     """
+
+    batch_work: ClassVar[Literal["gather", "compute"]] = "gather"
 
     def __init__(self, options: LoaderOptions) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from lightning_unified.hardware.capabilities import Capability, capability
 from lightning_unified.hardware.environment.builds import build_advice
 from lightning_unified.hardware.host.cgroups import cpu_quota
 from lightning_unified.hardware.host.memory import cpu_name, host_total
+from lightning_unified.hardware.loader_workers import BatchWork, LoaderWorkers, decide_workers, default_start_method
 from lightning_unified.hardware.readers import backends_here, read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.sources import Sources, core_count, read_text
@@ -27,9 +28,7 @@ _CHOICES = {
     "accelerator": ("auto", "cpu", "cuda", "mps"),
     "start_method": ("auto", "fork", "forkserver", "spawn", None),
     "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
-    "attention": ("auto", "flash", "efficient", "math"),
 }
-_ROOMY_HOST = 16 * GIB  # judgement: on a smaller host a loader process costs more memory than it gains time
 
 
 def detect(sources: Sources | None = None) -> str:
@@ -117,7 +116,6 @@ class HardwareSettings:
         start_method: Start method of loader processes; None without them.
         host_threads: Threads of one CPU operator: `torch.set_num_threads` and, for child processes, `OMP_NUM_THREADS`.
         optimizer_kernel: `"fused"`, `"foreach"` or `"forloop"`.
-        attention: Attention kernel the plan assumes: `"flash"`, `"efficient"` or `"math"`; only math saves the scores.
     """
 
     name: str = "auto"
@@ -130,7 +128,6 @@ class HardwareSettings:
     start_method: str | None = "auto"
     host_threads: int | str = "auto"
     optimizer_kernel: str = "auto"
-    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -143,8 +140,38 @@ class HardwareSettings:
             if getattr(self, field) not in (True, False, "auto"):
                 raise HardwareError(f"hardware.{field}={getattr(self, field)!r} is not known; use true, false or auto.")
 
+    def workers(
+        self, reading: Reading, *, sources: Sources | None = None, work: BatchWork = "gather", rows_bytes: int = 0
+    ) -> LoaderWorkers:
+        """Return the loader processes of a run, with the reason.
+
+        Args:
+            reading: Reading of the device the run will use.
+            sources: Sources of the number of cores; default this machine.
+            work: What a batch takes; the default is that of the package's own data.
+            rows_bytes: Bytes of the rows; 0 if unknown.
+        """
+        if self.num_workers != "auto":
+            return LoaderWorkers(count=int(self.num_workers), reason=f"hardware.num_workers={self.num_workers}")
+        method = self.start_method if self.start_method not in ("auto", None) else default_start_method(reading.backend)
+        return decide_workers(
+            backend=reading.backend,
+            pool=reading.pool,
+            cores=host_threads(sources),
+            host_bytes=reading.host.bytes,
+            start_method=method,
+            work=work,
+            rows_bytes=rows_bytes,
+        )
+
     def resolve(
-        self, reading: Reading, capabilities: Iterable[Capability], *, sources: Sources | None = None
+        self,
+        reading: Reading,
+        capabilities: Iterable[Capability],
+        *,
+        sources: Sources | None = None,
+        work: BatchWork = "gather",
+        rows_bytes: int = 0,
     ) -> "HardwareSettings":
         """Return the settings with a value for each `"auto"`, except that of `precision`.
 
@@ -154,11 +181,12 @@ class HardwareSettings:
             reading: Reading of the device the run will use.
             capabilities: Its capabilities.
             sources: Sources of the number of cores; default this machine.
+            work: What a batch takes; the default is that of the package's own data.
+            rows_bytes: Bytes of the rows; 0 if unknown.
         """
         sources, known = sources or Sources.live(), list(capabilities)
         threads = host_threads(sources) if self.host_threads == "auto" else self.host_threads
-        cores = threads if self.host_threads == "auto" else host_threads(sources)
-        workers = _workers(reading, int(cores)) if self.num_workers == "auto" else self.num_workers
+        workers = self.workers(reading, sources=sources, work=work, rows_bytes=rows_bytes).count
         loads = workers != 0
         return replace(
             self,
@@ -167,14 +195,13 @@ class HardwareSettings:
             persistent_workers=loads and (self.persistent_workers == "auto" or bool(self.persistent_workers)),
             prefetch_factor=(2 if self.prefetch_factor == "auto" else self.prefetch_factor) if loads else None,
             pin_memory=capability("pin_memory", known) if self.pin_memory == "auto" else self.pin_memory,
-            start_method=(_start_method(reading) if self.start_method == "auto" else self.start_method)
+            start_method=(default_start_method(reading.backend) if self.start_method == "auto" else self.start_method)
             if loads
             else None,
             host_threads=threads,
             optimizer_kernel=_kernel(self.precision, known)
             if self.optimizer_kernel == "auto"
             else self.optimizer_kernel,
-            attention=_attention(reading, known) if self.attention == "auto" else self.attention,
         )
 
 
@@ -197,40 +224,11 @@ def _accelerator(reading: Reading) -> str:
     return {"cuda": "cuda", "rocm": "cuda", "mps": "mps"}.get(reading.backend, "cpu")
 
 
-def _workers(reading: Reading, cores: int) -> int:
-    """Return the number of loader processes.
-
-    A CPU run needs its cores for itself. On a unified pool each process takes memory from the model, so at most two start.
-    """
-    if reading.backend == "cpu":
-        return 0 if cores < 4 else 1
-    if reading.pool == "dedicated":
-        return max(1, min(8, cores // 2))
-    roomy = reading.host.bytes is not None and reading.host.bytes >= _ROOMY_HOST
-    return 2 if roomy and cores >= 4 else 0
-
-
-def _start_method(reading: Reading) -> str:
-    """Return the start method of loader processes.
-
-    A forked process would inherit a GPU context and touch its pages; macOS's own default is spawn.
-    """
-    if reading.backend == "cpu":
-        return "fork"
-    return "spawn" if reading.backend == "mps" else "forkserver"
-
-
 def _kernel(precision: str, known: list[Capability]) -> str:
     # Fused kernels unscale gradients inside the step, which Lightning refuses with clipping: fp16 runs without them.
     if capability("fused_adamw", known) and not precision.startswith("16-"):
         return "fused"
     return "foreach" if capability("foreach", known) else "forloop"
-
-
-def _attention(reading: Reading, known: list[Capability]) -> str:
-    # Cards too old for the flash kernel have the memory-efficient one, which saves no scores either.
-    without_flash = "efficient" if reading.backend == "cuda" else "math"
-    return "flash" if capability("flash_attention_training", known) else without_flash
 
 
 def _check_count(field: str, value: object, *, least: int) -> None:

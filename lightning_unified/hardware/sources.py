@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Sources", "core_count", "meminfo", "read_text", "shipped_configuration", "torch_version"]
+__all__ = [
+    "Sources",
+    "core_count",
+    "installed_torch",
+    "major_and_minor",
+    "meminfo",
+    "read_text",
+    "shipped_configuration",
+    "torch_version",
+]
 
 _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model", "kern.osproductversion")
 _MEMINFO = re.compile(r"^([^:\n]+):[ \t]*(\d+)\b(?:[ \t]*(kB))?", re.MULTILINE)
@@ -121,7 +130,19 @@ def meminfo(sources: Sources) -> dict[str, int]:
 
 def torch_version(sources: Sources) -> tuple[int, int]:
     """Return (major, minor) of torch, (0, 0) if its version text cannot be read."""
-    parts = str(getattr(sources.torch, "__version__", "")).split(".")
+    return major_and_minor(str(getattr(sources.torch, "__version__", "")))
+
+
+def installed_torch() -> tuple[int, int]:
+    """Return (major, minor) of the installed torch."""
+    import torch
+
+    return major_and_minor(torch.__version__)
+
+
+def major_and_minor(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version text, (0, 0) if it cannot be read."""
+    parts = version.split(".")
     try:
         return int(parts[0]), int(parts[1])
     except (IndexError, ValueError):

@@ -6,19 +6,21 @@ Sizes, weights and tokenizer of a checkpoint must be those of the model.
 """
 
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+
+from lightning_unified.weight_files.mapped import giving_back, load_mapped, owned
 
 __all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain", "read_trained"]
 
 
 def read_plain(path: str | Path) -> Any:
-    """Read a checkpoint to the CPU as plain data (`weights_only=True`).
+    """Map a checkpoint as plain data (`weights_only=True`).
+
+    Its tensors are views of the file; `load_weights` moves their values.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -31,7 +33,7 @@ def read_plain(path: str | Path) -> Any:
         )
     try:
         with warnings.catch_warnings(action="ignore"):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            return load_mapped(path, weights_only=True)
     except Exception as error:  # an unpickler may raise any exception on arbitrary bytes
         # torch's text stays in the chained error: it advises loading the file as code, which does not help with a damaged file
         raise RuntimeError(
@@ -62,15 +64,18 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any], *, path: str | Path, assign: bool = False) -> None:
-    """Load the weights of the checkpoint `path` into a module.
+    """Load the weights of the checkpoint `path` into a module; its pages leave memory as the values move.
 
-    `assign` is that of `load_state_dict`.
+    `assign` is that of `load_state_dict`: the values become the parameters of a module that has none.
 
     Raises:
         RuntimeError: If they do not fit the module's sizes.
     """
     try:
-        module.load_state_dict(weights, assign=assign)
+        with giving_back():
+            if assign:
+                weights = {name: owned(value) for name, value in weights.items()}
+            module.load_state_dict(weights, assign=assign)
     except RuntimeError as error:
         raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
 

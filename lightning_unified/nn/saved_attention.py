@@ -8,10 +8,11 @@ numbers, so this module sets the generator to its state after the first run. Wit
 dropout would differ.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-__all__ = ["SavedAttention", "attention_kernels", "graph_contexts"]
+__all__ = ["SavedAttention", "attention_kernels", "generator_state", "graph_contexts", "restored", "saved_once"]
 
 # Kernels of torch 2.11 to 2.13 that save their output for the backward pass; math attention consists of other operations.
 _KERNELS = (
@@ -87,7 +88,42 @@ class SavedAttention:
         return _Giving(self._outputs)
 
 
-class _Keeping(TorchDispatchMode):
+_INNERMOST = threading.local()  # the mode that runs, for attention that is no kernel
+_IN_CHUNKS = "attention in chunks"
+
+
+def saved_once(compute: Callable[[], Tensor], *, device: torch.device, draws: bool, trains: bool) -> Tensor:
+    """Return the output of an attention that consists of many operations; treat it as one kernel.
+
+    In the first run of a block whose attention outputs are saved, it is computed and saved. In the second run the saved output is returned,
+    and `compute` is not called.
+
+    Args:
+        compute: Computes the output.
+        device: The device of the output.
+        draws: Whether `compute` draws random numbers.
+        trains: Whether an input requires a gradient; otherwise nothing is saved.
+    """
+    mode = getattr(_INNERMOST, "mode", None)
+    return compute() if mode is None or not trains else mode.once(compute, device, draws=draws)
+
+
+class _Attentive(TorchDispatchMode):
+    """Dispatch mode that `saved_once` finds while it runs."""
+
+    @override
+    def __enter__(self) -> Self:
+        self._outer = getattr(_INNERMOST, "mode", None)
+        _INNERMOST.mode = self
+        return super().__enter__()
+
+    @override
+    def __exit__(self, *details: object) -> None:
+        _INNERMOST.mode = self._outer
+        super().__exit__(*details)
+
+
+class _Keeping(_Attentive):
     """Dispatch mode that saves the outputs of attention kernels whose inputs require a gradient.
 
     For these, autograd forbids writing over an output, so a saved output stays valid. Without a gradient, a block may overwrite the
@@ -98,6 +134,11 @@ class _Keeping(TorchDispatchMode):
         super().__init__()
         self._outputs = outputs
 
+    def once(self, compute: Callable[[], Tensor], device: torch.device, *, draws: bool) -> Any:
+        result = compute()
+        self._outputs.append(_Output(_IN_CHUNKS, _aliases(result), generator_state(device) if draws else None))
+        return result
+
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,17 +146,20 @@ class _Keeping(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if _is_kept(func, args):
-            noise = _noise(args[0].device) if _draws(func, args, kwargs) else None
+            noise = generator_state(args[0].device) if _draws(func, args, kwargs) else None
             self._outputs.append(_Output(func, _aliases(result), noise))
         return result
 
 
-class _Giving(TorchDispatchMode):
+class _Giving(_Attentive):
     """Dispatch mode that returns saved outputs instead of running the kernels."""
 
     def __init__(self, outputs: Sequence[_Output]) -> None:
         super().__init__()
         self._left: Iterator[_Output] = iter(outputs)
+
+    def once(self, compute: Callable[[], Tensor], device: torch.device, *, draws: bool) -> Any:  # noqa: ARG002
+        return self._next(_IN_CHUNKS, device)
 
     @override
     def __torch_dispatch__(
@@ -123,14 +167,18 @@ class _Giving(TorchDispatchMode):
     ) -> Any:
         if not _is_kept(func, args):
             return func(*args, **(kwargs or {}))
+        return self._next(func, args[0].device)
+
+    def _next(self, kernel: Any, device: torch.device) -> Any:
+        """Return the next saved result, which must be that of `kernel`."""
         kept = next(self._left, None)
-        if kept is None or kept.kernel is not func:
+        if kept is None or kept.kernel is not kernel:
             raise RuntimeError(
-                f"a recomputed block ran {func} where its first run did not: it depends on state that has changed since. Let it "
+                f"a recomputed block ran {kernel} where its first run did not: it depends on state that has changed since. Let it "
                 "depend on its arguments, or recompute it without keeping attention."
             )
         if kept.noise is not None:
-            _set_noise(args[0].device, kept.noise)
+            _set_noise(device, kept.noise)
         return _aliases(kept.result)
 
 
@@ -143,7 +191,8 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))
 
 
-def _noise(device: torch.device) -> Tensor:
+def generator_state(device: torch.device) -> Tensor:
+    """Return the state of a device's default generator."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
@@ -152,6 +201,20 @@ def _set_noise(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def restored(device: torch.device, state: Tensor | None) -> Iterator[None]:
+    """Set a device's default generator to `state` inside the block; None leaves it as it is."""
+    if state is None:
+        yield
+        return
+    current = generator_state(device)
+    _set_noise(device, state)
+    try:
+        yield
+    finally:
+        _set_noise(device, current)
 
 
 def _aliases(result: Any) -> Any:

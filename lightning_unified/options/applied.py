@@ -1,4 +1,4 @@
-"""Apply the optimizer kernel and loss chunk of one run, chosen by the user or a plan."""
+"""Apply the optimizer kernel, loss chunk and attention of one run, chosen by the user or a plan."""
 
 import logging
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ import lightning as L
 from torch.optim import Optimizer
 
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.options.attention import AskedAttention, AttentionOption, attention_choices
 from lightning_unified.options.loss_chunk import AskedChunk, LossChunk, chunk_choices
 from lightning_unified.options.memory_options import AskedKernel
 from lightning_unified.options.optimizer_kernel import (
@@ -26,7 +27,7 @@ log = logging.getLogger("lightning_unified")
 
 
 class AppliedOptions:
-    """The optimizer kernel and the loss chunk of one run, undone when it ends.
+    """The optimizer kernel, the loss chunk and the attention of one run, undone when it ends.
 
     `ActivationCheckpointing` does the same for recomputed blocks.
 
@@ -34,29 +35,42 @@ class AppliedOptions:
         optimizer_kernel: `"keep"` leaves optimizers as they were built. A kernel's name sets it from the first step on, for all
             optimizers. `"auto"` lets a plan choose, for optimizers that were built without a choice.
         loss_chunk: `"auto"` lets a plan choose, False leaves the module as it is, and a number of rows sets it from the first step on.
+        attention: `"auto"` lets a plan choose, `"torch"` leaves attention as it is, and `"chunked"` sets it from the first step on.
 
     Attributes:
         loss_chunk: Rows of logits that exist at one time; None where it was not set.
     """
 
-    def __init__(self, *, optimizer_kernel: AskedKernel = "keep", loss_chunk: AskedChunk = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        optimizer_kernel: AskedKernel = "keep",
+        loss_chunk: AskedChunk = "auto",
+        attention: AskedAttention = "auto",
+    ) -> None:
         self._asked: AskedKernel = optimizer_kernel
         self._asked_chunk: AskedChunk = loss_chunk
+        self._asked_attention: AskedAttention = attention
+        self._attention: AttentionOption | None = None
         self._module: L.LightningModule | None = None
         self._optimizers: list[Optimizer] = []
         self._changes: list[KernelChange] = []
         self._chunk: LossChunk | None = None
         self.loss_chunk: int | None = None
-        self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is"}
+        self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is", "attention": "torch's"}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process: the choice, without module and optimizers."""
-        return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None}
+        return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None, "_attention": None}
 
     @property
     def reasons(self) -> dict[str, str]:
         """The reason of each option that was set, for `Plan.reasons`."""
-        touched = {"optimizer_kernel": bool(self._changes), "loss_chunk": self._chunk is not None}
+        touched = {
+            "optimizer_kernel": bool(self._changes),
+            "loss_chunk": self._chunk is not None,
+            "attention": self._attention is not None,
+        }
         return {name: why for name, why in self._why.items() if touched[name]}
 
     @property
@@ -78,6 +92,8 @@ class AppliedOptions:
         self._module, self._optimizers = module, list(optimizers)
         if self._optimizers and self._asked_chunk not in ("auto", False):
             self.set_loss_chunk(int(self._asked_chunk), why="as asked")
+        if self._optimizers and self._asked_attention == "chunked":
+            self.set_attention("chunked", why="as asked")
         if self._asked in KERNELS:
             for optimizer in self._optimizers:
                 self._changes.append(set_kernel(optimizer, self._asked))  # pyright: ignore[reportArgumentType]
@@ -106,6 +122,19 @@ class AppliedOptions:
     def chunk_choices(self) -> tuple[int | None, ...]:
         """Return the loss chunks that a plan may set; only None if the module offers none."""
         return (None,) if self._module is None else chunk_choices(self._module, self._asked_chunk)
+
+    def attention_choices(self, backend: str) -> tuple[Literal["chunked"] | None, ...]:
+        """Return the kinds of attention that a plan may set on a backend; None is torch's."""
+        if self._attention is not None:
+            return ("chunked",)
+        return (
+            (None,) if self._module is None else attention_choices(self._module, self._asked_attention, backend=backend)
+        )
+
+    @property
+    def attention(self) -> Literal["chunked"] | None:
+        """The attention of the run; None for torch's."""
+        return None if self._attention is None else "chunked"
 
     def set_kernel(self, kernel: Kernel, *, why: str) -> None:
         """Make every optimizer built without a choice run with `kernel`, from its next step on.
@@ -144,9 +173,25 @@ class AppliedOptions:
         self._why["loss_chunk"] = f"{rows} rows, {why}{self._chunk.how}"
         log.info("Chunk of the loss: %s.", self._why["loss_chunk"])
 
-    def end(self) -> None:
-        """Restore module and optimizers as before `begin`."""
+    def set_attention(self, attention: Literal["chunked"], *, why: str) -> None:
+        """Compute attention in chunks from here on; `why` is the reason, for people.
+
+        Raises:
+            ConfigurationError: If the module holds compiled modules.
+        """
+        if self._attention is not None:
+            return
+        assert self._module is not None, "memory options are set once fit has begun"
+        self._attention = AttentionOption(self._module)
+        self._why["attention"] = f"{attention}, {why}"
+        log.info("Attention: %s.", self._why["attention"])
+
+    def end(self, *, trained: bool = False) -> None:
+        """Restore module, optimizers and attention as before `begin`; `trained` tells whether a step has run."""
         self._undo_kernels()
+        if self._attention is not None:
+            self._attention.undo(trained=trained)
+        self._attention = None
         self._undo_chunk()
         self._module, self._optimizers = None, []
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options.attention import AskedAttention, check_attention
 from lightning_unified.options.compilation import AskedCompile
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk
 from lightning_unified.options.optimizer_kernel import KERNELS
@@ -43,12 +44,14 @@ class MemoryOptions:
     precision: str = "trainer"
     optimizer_kernel: AskedKernel = "keep"
     loss_chunk: AskedChunk = "auto"
+    attention: AskedAttention = "auto"
     predict: bool = True
     recover: bool = True
     optimizer_rollback: bool = False
     micro_batches: MicroBatchRules | None = None
     batch_norm: Literal["refuse", "micro"] = "refuse"
     check_split: bool = True
+    detect_faults: bool = True
     evaluation_micro_batch_size: int | Literal["auto"] = "auto"
     window_mean: Literal["batches", "terms"] = "batches"
     remember: str | None = None
@@ -57,7 +60,7 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "evaluation_micro_batch_size"):
             _check_rows(name, getattr(self, name))
-        for name in ("predict", "recover", "optimizer_rollback", "check_split"):
+        for name in ("predict", "recover", "optimizer_rollback", "check_split", "detect_faults"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give true or false.")
         if self.recompute != "auto" and not isinstance(self.recompute, bool):
@@ -68,6 +71,7 @@ class MemoryOptions:
             )
         _check_kernel(self.optimizer_kernel)
         check_chunk(self.loss_chunk)
+        check_attention(self.attention)
         if self.batch_norm not in ("refuse", "micro"):
             raise ConfigurationError(f'batch_norm={self.batch_norm!r}: give "refuse" or "micro".')
         if self.window_mean not in ("batches", "terms"):

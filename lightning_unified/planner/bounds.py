@@ -23,7 +23,7 @@ class Bounds:
 
     Args:
         module: The module, whose blocks may recompute their activations.
-        own: The user's own combination of memory options.
+        own: The user's own combination of memory options, or the same with another attention. The bounds hold for this attention.
         step: Returns the trace of the step under `own`, in the fewest micro-batches allowed.
         sizes: The rows of each of these micro-batches.
 
@@ -47,8 +47,9 @@ class Bounds:
         own = self.own
         if combination.precision != own.precision or (own.again and combination != own):
             return lambda _: 0.0
-        again = frozenset() if combination == own else self._names_again(combination)
         keeps = combination.recompute is not None and combination.recompute.keep_attention
+        in_chunks = keeps and combination.attention is not None  # its operations have no name of their own
+        again = frozenset() if combination == own or in_chunks else self._names_again(combination)
 
         def runs_again(work: Work) -> bool:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)

@@ -1,7 +1,8 @@
 """Combinations of memory options for one step, and the combinations that a search compares."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 
@@ -20,12 +21,14 @@ class Combination:
         precision: Lightning's name.
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the optimizer as the user built it.
         loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
+        attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
     """
 
     precision: str
     recompute: RecomputePolicy | None = None
     optimizer_kernel: str | None = None
     loss_chunk: int | None = None
+    attention: str | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -35,7 +38,8 @@ class Combination:
     @property
     def changes(self) -> int:
         """The number of memory options that differ from the user's."""
-        return self.recomputes + (self.optimizer_kernel is not None) + (self.loss_chunk is not None)
+        others = (self.optimizer_kernel, self.loss_chunk, self.attention)
+        return self.recomputes + sum(option is not None for option in others)
 
     @property
     def again(self) -> float:
@@ -53,11 +57,12 @@ def combinations_to_compare(
     policies: Sequence[RecomputePolicy],
     kernels: Sequence[str] = (),
     chunks: Sequence[int | None] = (None,),
+    attentions: Sequence[str | None] = (None,),
 ) -> list[Combination]:
     """Return the combinations to compare, in the order in which a search looks at them.
 
-    The user's own combination comes first, then the one that needs the least memory, then the smallest loss chunk alone, then the others
-    by expected gain. The list is not the full product: kernels and chunks are combined with no recomputation and with full recomputation
+    The user's own combination comes first, then the one that needs the least memory, then the smallest loss chunk alone, then attention in
+    chunks alone, then the others by expected gain. The list is not the full product: kernels and chunks are combined with no recomputation and with full recomputation
     only.
 
     Args:
@@ -65,7 +70,20 @@ def combinations_to_compare(
         policies: The allowed recomputation policies, from the least to the most recomputation.
         kernels: Optimizer kernels that may replace the optimizer's own.
         chunks: Allowed loss chunks, in rows of logits, the user's own first; None leaves the module as it is.
+        attentions: Allowed kinds of attention, the user's own first; None leaves it to torch.
     """
+    own = _with_one_attention(precision, policies=policies, kernels=kernels, chunks=chunks)
+    head = always_compared(own)
+    lists = [[replace(each, attention=attention) for each in own] for attention in attentions]
+    most_memory, least_memory = lists[0], lists[-1]
+    found = [most_memory[0], *least_memory[1:2], *most_memory[2:head], *(each[0] for each in lists[1:])]
+    return list(dict.fromkeys([*found, *chain.from_iterable(zip(*lists, strict=True))]))
+
+
+def _with_one_attention(
+    precision: str, *, policies: Sequence[RecomputePolicy], kernels: Sequence[str], chunks: Sequence[int | None]
+) -> list[Combination]:
+    """Return the combinations of the other options, in the same order."""
     first, *others = chunks
     smallest = min((chunk for chunk in others if chunk is not None), default=first)
     ends = list(dict.fromkeys((policies[0], policies[-1])))
@@ -90,11 +108,11 @@ def combinations_to_compare(
 def always_compared(combinations: Sequence[Combination]) -> int:
     """Return how many of the first combinations a search looks at, however long it takes.
 
-    These are the user's own, the one that needs the least memory, and the smallest loss chunk alone.
+    These are the user's own, the one that needs the least memory, the smallest loss chunk alone, and attention in chunks alone.
     """
     own, *others = combinations
     has_chunk = len(others) > 1 and others[1].loss_chunk != own.loss_chunk and others[1].recompute == own.recompute
-    return 3 if has_chunk else 2
+    return 2 + has_chunk + any(one.attention != own.attention for one in others)
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:

@@ -86,13 +86,13 @@ def plan_validation(
     splits = even_splits(batch.rows, unit=batch.unit, micro_batch_size=micro_batch_size)
 
     def goes_through(trace: Trace) -> bool:
-        return limit is None or fits_within(trace, int(limit / factor), mmap_threshold=counted.mmap_threshold)
+        return limit is None or fits_within(trace, int(limit / factor), settings=counted.allocator)
 
     at = _fewest_that_fit(len(splits), lambda index: goes_through(sizes.at(splits[index][0])))
     while not (fits := goes_through(sizes.exactly(splits[at][0], parts=1))) and at + 1 < len(splits):
         at += 1
     seconds = time.monotonic() - begun
-    found = summarise(sizes.at(splits[at][0]), planning_seconds=seconds, mmap_threshold=counted.mmap_threshold)
+    found = summarise(sizes.at(splits[at][0]), planning_seconds=seconds, settings=counted.allocator)
     prediction = replace(found, parts=len(splits[at]))
     if limit is not None and fits:
         prediction = prediction.within(limit)
@@ -218,7 +218,7 @@ class FirstValidation:
                 train_batch=self._train_batch,
                 is_prepared=self._train_batch is not None,
             )
-            counted = CountedMemory(workspaces=watch.machine is None, mmap_threshold=watch.mmap_threshold)
+            counted = CountedMemory(workspaces=watch.machine is None, allocator=watch.allocator)
             found = plan_validation(
                 step, limit=limit, micro_batch_size=sizes.max_micro_batch_size, factor=factor, counted=counted
             )

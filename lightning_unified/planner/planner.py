@@ -47,7 +47,7 @@ class Planner:
         self, traces: StepTraces, *, rates: Rates | None = None, calibration: Calibration | None = None
     ) -> None:
         self._traces, self._rates, self._calibration = traces, rates, calibration
-        self._mmap_threshold = traces.counted.mmap_threshold
+        self._allocator = traces.counted.allocator
         self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._begun, self._before = time.monotonic(), 0
 
@@ -90,6 +90,7 @@ class Planner:
         """
         self._begun, self._rates = time.monotonic(), rates
         self._before = self._traces.operations
+        combinations = self._that_differ(combinations)
         for _ in range(_ATTEMPTS):
             options = self._promising(combinations, rates=rates) if only_best else self._options(combinations)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
@@ -163,6 +164,14 @@ class Planner:
         """Return the name under which measurements correct predictions of this kind."""
         return kind_of(backend=self._traces.backend, precision=combination.precision, recomputes=combination.recomputes)
 
+    def _that_differ(self, combinations: Sequence[Combination]) -> list[Combination]:
+        """Leave out other kinds of attention if the user's own step has no attention."""
+        own, fewest = combinations[0], self._traces.splits[0]
+        kinds = {one.attention for one in combinations}
+        if len(kinds) == 1 or self._traces.of(own).at(fewest[0], parts=len(fewest)).attends:
+            return list(combinations)
+        return [one for one in combinations if one.attention == own.attention]
+
     def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
         always = always_compared(combinations)
         for index, combination in enumerate(combinations):
@@ -172,11 +181,13 @@ class Planner:
 
     def _promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
         """Yield combinations and splits in the order of their lower bounds of seconds."""
-        bounds, splits = self._traces.bounds(combinations[0]), self._traces.splits
-        least = [bounds.seconds(combination, rates=rates) for combination in combinations]
+        own, splits = combinations[0], self._traces.splits
+        kinds = {one.attention: self._traces.bounds(replace(own, attention=one.attention)) for one in combinations}
+        bounds = [kinds[combination.attention] for combination in combinations]
+        least = [each.seconds(one, rates=rates) for each, one in zip(bounds, combinations, strict=True)]
         options = [
-            self._option(combination, least=seconds, bounds=bounds)
-            for combination, seconds in zip(combinations, least, strict=True)
+            self._option(one, least=seconds, bounds=each)
+            for one, seconds, each in zip(combinations, least, bounds, strict=True)
         ]
         waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
@@ -204,6 +215,7 @@ class Planner:
             precision=combination.precision,
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,
+            attention=combination.attention,
             changes=combination.changes,
             least_seconds=least,
             no_faster_than=None if own is None or combination.loss_chunk == own.loss_chunk else self._traces.of(own),
@@ -216,11 +228,11 @@ class Planner:
 
         At its limit, an allocator first returns cached blocks.
         """
-        reserved = int(reserved_bytes(trace, mmap_threshold=self._mmap_threshold) * self._factor(trace))
+        reserved = int(reserved_bytes(trace, settings=self._allocator) * self._factor(trace))
         return min(reserved, limit) if reserved <= limit or self._fits(trace, limit=limit) else reserved
 
     def _fits(self, trace: Trace, *, limit: int) -> bool:
-        return fits_within(trace, int(limit / self._factor(trace)), mmap_threshold=self._mmap_threshold)
+        return fits_within(trace, int(limit / self._factor(trace)), settings=self._allocator)
 
     def _factor(self, trace: Trace) -> float:
         return 1.0 if self._calibration is None else self._calibration.peak_factor(_kind(trace))
@@ -231,7 +243,7 @@ class Planner:
             trace,
             seconds=seconds if parts <= 2 else None,
             planning_seconds=time.monotonic() - self._begun,
-            mmap_threshold=self._mmap_threshold,
+            settings=self._allocator,
         )
         return replace(found, parts=parts)
 
@@ -239,11 +251,17 @@ class Planner:
 def is_under(combination: Combination, candidate: Candidate) -> bool:
     """Return whether a candidate of a search runs under `combination`."""
     recompute = "none" if combination.recompute is None else str(combination.recompute)
-    return _key(candidate) == (recompute, combination.precision, combination.optimizer_kernel, combination.loss_chunk)
+    return _key(candidate) == (
+        recompute,
+        combination.precision,
+        combination.optimizer_kernel,
+        combination.loss_chunk,
+        combination.attention,
+    )
 
 
 def _key(one: Candidate | Option) -> tuple[Any, ...]:
-    return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk
+    return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk, one.attention
 
 
 def _kind(trace: Trace) -> str:

@@ -1,6 +1,6 @@
 """`predict` and `plan`: a step's memory and time, and the fastest step that fits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from lightning_unified.errors import BudgetError, ConfigurationError, DryRunErro
 from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
+from lightning_unified.options.attention import AskedAttention, attention_choices, check_attention
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk, chunk_choices
 from lightning_unified.planner.arguments import check_recompute, check_step_arguments
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
@@ -42,6 +43,7 @@ def predict(
     recompute: RecomputePolicy | bool | None = None,
     optimizer_kernel: str | None = None,
     loss_chunk: int | None = None,
+    attention: Literal["chunked"] | None = None,
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
@@ -61,6 +63,7 @@ def predict(
         recompute: The blocks that recompute their activations: True for all, None for the module as it is.
         optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None for the optimizer's own choice on that device.
         loss_chunk: Rows of logits that the chunked loss computes at a time, for Hugging Face models and modules that offer one.
+        attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
         rates: The speeds of the machine; None predicts no seconds.
         trainer: The Trainer of the fit, with its callbacks, clipping and accumulation; None for a default Trainer.
         validation_batch: A whole batch as `validation_step` gets it, to predict `validation` too; None leaves that out.
@@ -71,18 +74,26 @@ def predict(
     """
     check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
     check_recompute(recompute, others=(None,), policies=True)
+    if attention not in (None, "chunked"):
+        raise ConfigurationError(f'attention={attention!r}: give "chunked", or None for torch\'s.')
     if optimizer_kernel not in (None, *KERNELS):
         raise ConfigurationError(f"optimizer_kernel={optimizer_kernel!r}: give one of {', '.join(KERNELS)}, or None.")
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     combination = Combination(
-        precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
+        precision=precision,
+        recompute=policy,
+        optimizer_kernel=optimizer_kernel,
+        loss_chunk=loss_chunk,
+        attention=attention,
     )
     step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
     planner = Planner(StepTraces(step, counted=CountedMemory(updates=optimizer_step)), rates=rates)
     found = planner.predict(combination, micro_batch_size=micro_batch_size)
     if validation_batch is None:
         return found
-    validation = plan_validation(_validation(step, validation_batch, loss_chunk=loss_chunk), limit=None)
+    validation = plan_validation(
+        _validation(step, validation_batch, loss_chunk=loss_chunk, attention=attention), limit=None
+    )
     return replace(found, validation=validation.prediction)
 
 
@@ -97,6 +108,7 @@ def plan(
     recompute: bool | Literal["auto"] = "auto",
     optimizer_kernel: str = "keep",
     loss_chunk: AskedChunk = "auto",
+    attention: AskedAttention = "auto",
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
@@ -113,6 +125,7 @@ def plan(
         recompute: Whether all blocks recompute their activations; `"auto"` leaves it open.
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
         loss_chunk: Rows of logits that the loss computes at a time, `"auto"` to leave it open, or False for the module as it is.
+        attention: `"torch"`, `"chunked"`, or `"auto"` to leave it open on MPS.
         rates: The speeds of another machine, such as `tabled_rates("m2-16gb")`. None measures a device of this machine once and keeps
             its speeds in the user's cache; measurements of earlier steps correct the predictions, as in a fit. For a device that
             is not here, None takes the published speeds of a typical one, which order plans but predict no times.
@@ -131,6 +144,7 @@ def plan(
     check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
     check_recompute(recompute, others=("auto",))
     check_chunk(loss_chunk)
+    check_attention(attention)
     step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
     count = _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
@@ -138,7 +152,12 @@ def plan(
     traces = StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
     planner = Planner(traces, calibration=calibration)
     combinations = _combinations(
-        module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
+        module,
+        precision,
+        recompute=recompute,
+        optimizer_kernel=optimizer_kernel,
+        loss_chunk=loss_chunk,
+        attentions=attention_choices(module, attention, backend=_backend(device)),
     )
     choice = planner.choose(combinations, budget_bytes=count, rates=known)
     found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
@@ -147,7 +166,9 @@ def plan(
     found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
     if validation_batch is None or found.prediction is None:
         return found
-    return _with_validation(found, _validation(step, validation_batch, loss_chunk=found.loss_chunk))
+    return _with_validation(
+        found, _validation(step, validation_batch, loss_chunk=found.loss_chunk, attention=found.attention)
+    )
 
 
 def plan_many(
@@ -160,6 +181,7 @@ def plan_many(
     recompute: bool | Literal["auto"] = "auto",
     optimizer_kernel: str = "keep",
     loss_chunk: AskedChunk = "auto",
+    attention: AskedAttention = "auto",
     trainer: L.Trainer | None = None,
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
@@ -170,9 +192,8 @@ def plan_many(
     Raises:
         DryRunError: If the step cannot be traced.
     """
-    combinations = _combinations(
-        module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
-    )
+    check_attention(attention)
+    options: dict[str, Any] = {"recompute": recompute, "optimizer_kernel": optimizer_kernel, "loss_chunk": loss_chunk}
     planners: dict[str, Planner] = {}
     plans = {}
     for name, (backend, count, rates) in machines.items():
@@ -181,6 +202,8 @@ def plan_many(
             planners[backend] = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size)))
         planner = planners[backend]
         known = rates or tabled_rates(name) or typical_rates(backend)
+        attentions = attention_choices(module, attention, backend=_backend(backend))
+        combinations = _combinations(module, precision, attentions=attentions, **options)
         choice = planner.choose(combinations, budget_bytes=count, rates=known)
         found = _plan(planner, choice, precision=precision, budget_bytes=count)
         plans[name] = _with_generation(found, module, batch)
@@ -194,6 +217,7 @@ def _combinations(
     recompute: bool | Literal["auto"],
     optimizer_kernel: str,
     loss_chunk: AskedChunk,
+    attentions: Sequence[str | None],
 ) -> list[Combination]:
     check_chunk(loss_chunk)
     if optimizer_kernel not in ("keep", "auto", *KERNELS):
@@ -203,7 +227,11 @@ def _combinations(
     policies = recompute_policies(module) if recompute == "auto" else (_ALL if recompute else _NONE,)
     kernels = KERNELS if optimizer_kernel == "auto" else ()
     found = combinations_to_compare(
-        precision, policies=policies, kernels=kernels, chunks=chunk_choices(module, loss_chunk)
+        precision,
+        policies=policies,
+        kernels=kernels,
+        chunks=chunk_choices(module, loss_chunk),
+        attentions=attentions,
     )
     if optimizer_kernel in KERNELS:
         found = [replace(combination, optimizer_kernel=optimizer_kernel) for combination in found]
@@ -229,6 +257,7 @@ def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int
         precision=precision,
         optimizer_kernel=best.optimizer_kernel,
         loss_chunk=best.loss_chunk,
+        attention=best.attention,
         budget_bytes=budget_bytes,
         prediction=planner.prediction_of(best),
         alternatives=choice.alternatives,
@@ -245,9 +274,10 @@ def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan
     return replace(found, prediction=prediction, reasons=reasons)
 
 
-def _validation(step: StepSpec, batch: Any, *, loss_chunk: int | None) -> StepSpec:
+def _validation(step: StepSpec, batch: Any, *, loss_chunk: int | None, attention: str | None) -> StepSpec:
     """Return the validation step on `batch` in the fit of a training step."""
-    return replace(step, batch=batch, train_batch=step.batch, loss_chunk=loss_chunk, accumulate=1, validates=True)
+    options = {"loss_chunk": loss_chunk, "attention": attention}
+    return replace(step, batch=batch, train_batch=step.batch, accumulate=1, validates=True, **options)
 
 
 def _with_validation(found: Plan, step: StepSpec) -> Plan:

@@ -1,11 +1,12 @@
 """Traces of one module's step, by combination of memory options and micro-batch size."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.trace.trace import Trace, Work
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
@@ -40,13 +41,13 @@ class CountedMemory:
         updates: Whether the step writes weights; if not, the optimizer's memory is left out.
         workspaces: Whether to count memory that the backend's libraries take for themselves; a simulated machine has none.
         reduction_bytes: Bytes that the device holds during the whole step to average gradients over ranks; counted as a workspace.
-        mmap_threshold: On a CPU, `M_MMAP_THRESHOLD` in bytes if it is set; None means the C library's default, which changes at run time.
+        allocator: Settings of the machine's allocator.
     """
 
     updates: bool = True
     workspaces: bool = True
     reduction_bytes: int = 0
-    mmap_threshold: int | None = None
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ class StepTraces:
             self.rows, unit=self.unit, least=self.limits.least, micro_batch_size=self.limits.micro_batch_size
         )
         self._fake_copies: dict[Any, DryRun] = {}
-        self._twins: dict[str, Twins] = {}
+        self._twins: dict[Any, Twins] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
         self.operations = 0
 
@@ -160,6 +161,7 @@ class StepTraces:
             precision=combination.precision,
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,
+            attention=combination.attention,
         )
         dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies, twins=self._twins)
 

@@ -31,9 +31,11 @@ from lightning_unified.status import RunStatus, runs_directory
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.loop.backward import MicroBatchBackward
+from lightning_unified.step.loop.fault_checked import FaultCheckedOptimization
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.results.progress_metrics import defer_progress_metrics
+from lightning_unified.strategies.mapped_resume import MappedResume
 from lightning_unified.strategies.run_interface import RunInterface
 
 __all__ = ["UnifiedBase", "options_among"]
@@ -57,7 +59,7 @@ def options_among(arguments: Mapping[str, Any]) -> MemoryOptions:
     return MemoryOptions(**{name: value for name, value in arguments.items() if name in names})
 
 
-class UnifiedBase(RunInterface, MicroBatchBackward):
+class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
     """Adds a memory budget to the Lightning strategy that follows it among the base classes.
 
     A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this
@@ -167,6 +169,8 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         watch = self.policy.watch
         if self.policy.options.compile is False:
             return ""
+        if self.policy.options.attention == "chunked":
+            return "attention in chunks runs outside compiled code (attention=chunked)"
         if watch.machine is not None:
             return (
                 f"on the simulated machine {watch.machine.profile.name}, compiled code takes memory that is not counted"
@@ -178,7 +182,24 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         precision = plugin_precision(self.precision_plugin)
         predicts = self.policy.options.predict
         self.first_step = FirstStep(trainer, self.policy, precision=precision) if predicts else None
+        module = self.lightning_module
+        assert module is not None
+        trains = trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization
+        if trains and self.policy.watch.device.type == "mps" and self.policy.options.detect_faults:
+            return FaultCheckedOptimization(trainer, self.policy, planner=self.first_step)
         return UnifiedOptimization(trainer, self.policy, planner=self.first_step)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if isinstance(self._loop, FaultCheckedOptimization):
+            self._loop.settle(before_evaluation=True)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if isinstance(self._loop, FaultCheckedOptimization):
+            self._loop.settle()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -189,9 +210,12 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
     @override
     def teardown(self) -> None:
         self.policy.recomputation.end()
-        self.policy.applied_options.end()
+        module = self.lightning_module
+        self.policy.applied_options.end(trained=module is not None and module.trainer.global_step > 0)
         self.policy.compilation.end()
         self._status.end()
+        if isinstance(self._loop, FaultCheckedOptimization):
+            self._loop.close()
         self.policy.watch.leave()
         super().teardown()
 

@@ -85,6 +85,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         loss_chunk: int | Literal["auto", False] = "auto",
+        attention: Literal["auto", "chunked", "torch"] = "auto",
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,

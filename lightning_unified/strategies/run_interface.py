@@ -38,6 +38,7 @@ class RunInterface(Strategy):
             recomputed="" if recomputation.policy is None else str(recomputation.policy),
             optimizer_kernel=applied.optimizer_kernel,
             loss_chunk=applied.loss_chunk,
+            attention=applied.attention,
             prediction=None if first is None else first.memory.prediction,
             predicted_peak_bytes=None if first is None else first.memory.peak_bytes,
             alternatives=() if first is None else first.planning.alternatives,

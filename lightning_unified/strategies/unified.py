@@ -55,6 +55,9 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         loss_chunk: Rows of logits that the loss computes at one time, `"auto"` or False; see docs/how-to/large-vocabulary.md. It acts on
             Hugging Face models, without a change to them, and on modules with `loss_chunk_rows`. `"auto"` leaves the module as it is
             unless a plan needs the memory. False never changes it.
+        attention: `"torch"` leaves attention as it is. `"chunked"` computes it in chunks of queries for the fit, exactly and without the matrix
+            of all scores; see docs/how-to/attention.md. `"auto"` lets the plan choose on MPS, where training saves that matrix, and keeps
+            torch's attention elsewhere.
         predict: Trace the step before the first batch runs, and choose sizes and memory options by its predicted memory; see
             docs/explanation/planner/planning.md. It takes a few seconds, and is skipped if the budget is thousands of times the bytes of weights and batch.
         recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
@@ -67,6 +70,8 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
             intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results
             merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/explanation/exactness.md.
+        detect_faults: Check each step for work that a Mac's GPU lost without an error, and repeat it; see docs/explanation/recovery.md. It has
+            no effect on other devices. The host waits for the GPU once a batch. Not run on hardware.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
         window_mean: The gradient of an accumulation window is a mean over its `"batches"`, as in Lightning, or over the loss
@@ -93,12 +98,14 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         loss_chunk: int | Literal["auto", False] = "auto",
+        attention: Literal["auto", "chunked", "torch"] = "auto",
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,
         micro_batches: MicroBatchRules | None = None,
         batch_norm: Literal["refuse", "micro"] = "refuse",
         check_split: bool = True,
+        detect_faults: bool = True,
         evaluation_micro_batch_size: int | Literal["auto"] = "auto",
         window_mean: Literal["batches", "terms"] = "batches",
         remember: str | None = None,

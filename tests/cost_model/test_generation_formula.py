@@ -5,7 +5,7 @@ import torch
 from torch.profiler import profile
 
 from lightning_unified.cost_model.generation import NetworkShape, generation_bytes
-from lightning_unified.nn.kv_cache import KVCache
+from lightning_unified.models.gearhead.kv_cache import KVCache
 
 
 def shape(*, item_bytes=2, vocabulary=100, **figures):

@@ -39,18 +39,17 @@ def test_a_dataloader_can_be_made_of_the_settings_of_every_machine(any_machine):
             "rtx4090",
             {
                 "accelerator": "cuda",
-                "num_workers": 8,
+                "num_workers": 2,
                 "pin_memory": True,
                 "start_method": "forkserver",
                 "optimizer_kernel": "fused",
-                "attention": "flash",
             },
         ),
-        ("t4", {"accelerator": "cuda", "attention": "efficient", "num_workers": 4}),
-        ("gb10", {"accelerator": "cuda", "num_workers": 2, "pin_memory": False, "host_threads": 20}),
-        ("jetson", {"accelerator": "cuda", "num_workers": 2, "pin_memory": False}),
-        ("strix_halo", {"accelerator": "cuda", "num_workers": 2, "pin_memory": False, "attention": "flash"}),
-        ("rx6750xt", {"accelerator": "cuda", "num_workers": 4, "pin_memory": True}),
+        ("t4", {"accelerator": "cuda", "num_workers": 2}),
+        ("gb10", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False, "host_threads": 20}),
+        ("jetson", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False}),
+        ("strix_halo", {"accelerator": "cuda", "num_workers": 0, "pin_memory": False}),
+        ("rx6750xt", {"accelerator": "cuda", "num_workers": 2, "pin_memory": True}),
         (
             "m1",
             {
@@ -58,22 +57,63 @@ def test_a_dataloader_can_be_made_of_the_settings_of_every_machine(any_machine):
                 "num_workers": 0,
                 "start_method": None,
                 "prefetch_factor": None,
-                "attention": "math",
             },
         ),
         (
             "m4_pro",
-            {"accelerator": "mps", "num_workers": 2, "start_method": "spawn", "pin_memory": False, "host_threads": 10},
+            {"accelerator": "mps", "num_workers": 0, "start_method": None, "pin_memory": False, "host_threads": 10},
         ),
         ("lunar_lake", {"accelerator": "cpu"}),
         ("cgroup_v1", {"accelerator": "cpu", "num_workers": 0, "host_threads": 2, "persistent_workers": False}),
-        ("cgroup_v2", {"accelerator": "cpu", "num_workers": 1, "host_threads": 4, "start_method": "fork"}),
+        ("cgroup_v2", {"accelerator": "cpu", "num_workers": 0, "host_threads": 4, "start_method": None}),
     ],
 )
 def test_each_machine_is_used_as_its_memory_and_cores_suggest(machine, name, expected):
     settings = asdict(resolve(machine(name)))
 
     assert {key: settings[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "rows_gib", "count", "reason"),
+    [
+        ("m4_pro", "gather", 0, 0, "processes by spawn would share the model's"),
+        ("m4_pro", "compute", 0, 4, "have room for four"),
+        ("m4_pro", "unknown", 0, 2, "two share 48.00 GiB with the model"),
+        ("m4_pro", "compute", 1, 2, "each process by spawn takes 1.15 GiB, and 2 of them keep within 5%"),
+        ("m4_pro", "compute", 4, 0, "takes 4.15 GiB, and 0 of them"),
+        ("m2", "compute", 0, 2, "two share 16.00 GiB"),
+        ("m1", "compute", 0, 0, "they share 8.00 GiB with the model"),
+        ("jetson", "compute", 0, 4, "have room for four"),
+        ("rtx4090", "gather", 0, 2, "two processes keep up with the card"),
+        ("rtx4090", "compute", 0, 8, "half of the cores"),
+        ("cgroup_v2", "compute", 0, 1, "one beside a training process on 4 cores"),
+        ("cgroup_v1", "compute", 0, 0, "all 2 cores train"),
+        ("cgroup_v2", "gather", 0, 0, "all cores train"),
+    ],
+)
+def test_loader_processes_follow_machine_and_data_and_say_why(machine, name, work, rows_gib, count, reason):
+    sources = machine(name)
+    found = HardwareSettings().workers(read(sources=sources), sources=sources, work=work, rows_bytes=rows_gib * 2**30)
+
+    assert found.count == count
+    assert reason in found.reason
+
+
+def test_forked_processes_share_the_rows(machine):
+    sources = machine("gb10")
+    workers = HardwareSettings(start_method="fork").workers(
+        read(sources=sources), sources=sources, work="compute", rows_bytes=20 * 2**30
+    )
+
+    assert workers.count == 4
+
+
+def test_a_number_that_was_asked_for_is_the_reason_itself(machine):
+    sources = machine("m1")
+    workers = HardwareSettings(num_workers=3).workers(read(sources=sources), sources=sources)
+
+    assert (workers.count, workers.reason) == (3, "hardware.num_workers=3")
 
 
 def test_what_is_written_is_kept(machine):
@@ -88,7 +128,6 @@ def test_what_is_written_is_kept(machine):
         "start_method": "spawn",
         "host_threads": 1,
         "optimizer_kernel": "forloop",
-        "attention": "math",
     }
 
     assert asdict(resolve(machine("rtx4090"), **written)) == written
@@ -130,7 +169,6 @@ def test_host_threads_are_never_below_one(machine):
         ("accelerator", "gpu0", "use one of auto, cpu, cuda, mps"),
         ("start_method", "thread", "use one of auto, fork, forkserver, spawn"),
         ("optimizer_kernel", "quick", "use one of auto, fused, foreach, forloop"),
-        ("attention", "fast", "use one of auto, flash, efficient, math"),
         ("num_workers", -1, "a whole number of at least 0, or auto"),
         ("num_workers", 1.5, "a whole number of at least 0, or auto"),
         ("host_threads", 0, "a whole number of at least 1, or auto"),

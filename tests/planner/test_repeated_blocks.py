@@ -230,7 +230,7 @@ def both(kind, **setting):
     for runs in (None, []):
         twins = Twins()
         twins.runs = runs
-        kept = {step.precision: twins}
+        kept = {(step.precision, step.attention): twins}
         dry_runs = DryRuns(step, recompute=recompute, twins=kept)
         asked.append([dry_runs.step(rows, parts) for rows, parts in SIZES])
         found[runs is None] = twins.runs
@@ -271,7 +271,9 @@ def shared(twins):
     found = []
     for chunk, recompute, size in ((None, False, (4, 1)), (8, True, (4, 1)), (8, False, (3, 2))):
         step = StepSpec(module=module, batch=module.batch(4), loss_chunk=chunk, **setting)
-        dry_runs = DryRuns(step, recompute=recompute, fake_copies=copies, twins={step.precision: twins})
+        dry_runs = DryRuns(
+            step, recompute=recompute, fake_copies=copies, twins={(step.precision, step.attention): twins}
+        )
         found.append(numbered(dry_runs.step(*size)))
     return found
 

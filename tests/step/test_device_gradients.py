@@ -266,6 +266,6 @@ def test_copies_that_do_not_fit_are_not_made(as_mps, monkeypatch):
     monkeypatch.setattr(
         BudgetWatch, "reading", lambda watch: dataclasses.replace(reading(watch), available=Figure(64, "a test"))
     )
-    _, trainer = train(MLP, budget="1GiB")
+    _, trainer = train(MLP, budget="4GiB")
 
     assert "copies of the weights need" in excuses(trainer)[0]

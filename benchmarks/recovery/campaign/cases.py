@@ -287,6 +287,18 @@ def _mixed(draw: random.Random, index: int) -> Case:
     return Case(index=index, kind="mixed", recipe=recipe, legs=legs, may_stop=("CheckpointError",))
 
 
+def _gpu_fault(draw: random.Random, index: int) -> Case:
+    """A simulated Mac loses a command buffer, up to the next wait of the host, without an error or a message.
+
+    A run that may have lost work of the optimizer stops, unless it keeps a copy of the weights.
+    """
+    recipe = draw_recipe(draw, precision="32-true")
+    point = draw.choice(["forward", "backward", "on_before_optimizer_step"])
+    fault = _fault(draw, recipe, point, what="gpu", nth=1, times=1)
+    leg = Leg(faults=(fault,), simulate=draw.choice(["m1-8gb", "m2-16gb", "m5-32gb"]), budget=2048 * MIB)
+    return Case(index=index, kind="GPU fault", recipe=recipe, legs=(leg,), may_stop=("GpuFaultError",))
+
+
 KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "memory": _memory,
     "any operation": _operation,
@@ -305,4 +317,5 @@ KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "SIGKILL in save": _kill_in_save,
     "stop after stop": _stops,
     "mixed": _mixed,
+    "GPU fault": _gpu_fault,
 }

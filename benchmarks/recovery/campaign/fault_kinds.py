@@ -47,8 +47,8 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        what: "memory" (an out-of-memory error), "signal", "disk" (no space), "file limit" (RLIMIT_FSIZE), or, as under pressure and
-            after it, "shrink" and "grow".
+        what: "memory" (an out-of-memory error), "gpu" (a command buffer of a simulated Mac that is aborted), "signal", "disk" (no
+            space), "file limit" (RLIMIT_FSIZE), or, as under pressure and after it, "shrink" and "grow".
         point: Where: one of `STEP_POINTS`, "validation", one of `SAVE_POINTS`, "validation operation", "save operation"
             for pressure "end of batch", or "any file" for a disk that is full from one batch to another.
         batch: In which training batch, from 0 over all epochs; for a validation or a save, in the first one from that batch on.

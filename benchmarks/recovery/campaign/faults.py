@@ -19,9 +19,11 @@ from benchmarks.recovery.campaign.training import write_past_limit
 from lightning_unified.callbacks import PressureGuard, checkpoint
 from lightning_unified.hardware import Figure, Pressure
 from lightning_unified.hardware.pressure.reader import Level
+from lightning_unified.hardware.simulated import Abort
 
 __all__ = ["STRIKES", "Disturbance", "Felt"]
 
+_TO_THE_NEXT_WAIT = 10**9  # operations
 STRIKES = "strikes"  # a file with one letter for each fault that struck
 
 # Beside the callbacks: the strategy puts a callback's own attributes back when it undoes a step, and the faults would happen for ever.
@@ -68,6 +70,8 @@ class Disturbance(L.Callback):
         path = Path(trainer.default_root_dir) / STRIKES
         self._strikes = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         points = {fault.point for fault in self._faults}
+        if any(fault.what == "gpu" for fault in self._faults):
+            self._queue = trainer.strategy.simulated.command_queue
         for name in ("prepare", "loss_weight"):
             if name in points and hasattr(pl_module, name):
                 setattr(pl_module, name, self._guarded(getattr(pl_module, name), name))
@@ -164,7 +168,10 @@ class Disturbance(L.Callback):
                 self._passed[fault] += 1
                 if self._passed[fault] >= fault.nth:
                     self._note(fault)
-                    fault.strike()
+                    if fault.what == "gpu":
+                        self._queue.abort(Abort(after=0, operations=_TO_THE_NEXT_WAIT, says=False))
+                    else:
+                        fault.strike()
 
     def _note(self, fault: Fault) -> None:
         """Count it, also in a file: a signal may end this process."""

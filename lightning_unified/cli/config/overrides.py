@@ -107,11 +107,14 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool) -> Composed:
     of_groups = [override for override in parsed if key_of(override) in known]
     for override in of_groups:
         _check_choice(override, known[key_of(override)])
-    chosen = _composed([single_run(override) for override in of_groups])
-    for override in parsed:
-        if override not in of_groups and not override.is_add() and not override.is_force_add():
-            _check_key(override, chosen.config, known)
-    return _composed([single_run(override) for override in parsed])
+    try:
+        return _composed([single_run(override) for override in parsed])
+    except ConfigurationError:  # a composition takes a tenth of a second: the second one is for errors only
+        chosen = _composed([single_run(override) for override in of_groups])
+        for override in parsed:
+            if override not in of_groups and not override.is_add() and not override.is_force_add():
+                _check_key(override, chosen.config, known)
+        raise
 
 
 def _check_choice(override: Override, choices: Sequence[str]) -> None:

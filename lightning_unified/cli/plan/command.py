@@ -104,7 +104,11 @@ def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Targ
     plan = planned(subject.batch, validation_batch=subject.validation_batch)
     others = {name: planned(batch, validation_batch=None) for name, batch in subject.other_batches.items()}
     plan = with_phases(plan, others)
-    known = {"budget": target.budget.reason, "precision": target.precision.reason}
+    known = {
+        "budget": target.budget.reason,
+        "precision": target.precision.reason,
+        "loader_workers": f"{target.workers.count}: {target.workers.reason}",
+    }
     plan = replace(plan, reasons=known | dict(plan.reasons))
     where = ()
     if asked.fits_where:  # choices of a tier or of this hardware do not apply to other machines
@@ -135,6 +139,7 @@ def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict
         "micro_batch_size": None if rows == "auto" else rows,
         "recompute": config.memory.recompute,
         "loss_chunk": config.memory.loss_chunk,
+        "attention": config.memory.attention,
     }
     return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
 

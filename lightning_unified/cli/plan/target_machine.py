@@ -8,7 +8,7 @@ from omegaconf import DictConfig, open_dict
 
 from lightning_unified.cli.config.composition import composed
 from lightning_unified.cli.config.resume import merged_overrides
-from lightning_unified.cli.run.machine import hardware_settings, sources_of
+from lightning_unified.cli.run.machine import hardware_settings, rows_of, sources_of
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware import (
     Budget,
@@ -24,6 +24,7 @@ from lightning_unified.hardware import (
     resolve_budget,
     watermarks,
 )
+from lightning_unified.hardware.loader_workers import LoaderWorkers
 from lightning_unified.hardware.simulated import PROFILES
 from lightning_unified.hardware.simulated.profiles import Profile
 from lightning_unified.precision import PrecisionChoice, choose_precision, platform_of
@@ -51,6 +52,7 @@ class Target:
         budget: Bytes that the run may use.
         marks: The watermarks: where the allocator is capped, and where caches are cleared.
         precision: The precision that runs on it.
+        workers: The loader processes of a run there, with the reason; a plan starts none.
     """
 
     name: str | None
@@ -59,6 +61,7 @@ class Target:
     budget: Budget
     marks: Watermarks
     precision: PrecisionChoice
+    workers: LoaderWorkers
 
     @property
     def backend(self) -> str:
@@ -100,6 +103,7 @@ def target_of(config: DictConfig, machine: str | None) -> Target:
     reading = read("cpu" if given.accelerator == "cpu" else "auto", sources=sources)
     settings = given.resolve(reading, capabilities(reading, sources=sources), sources=sources)
     settings = replace(settings, **_NO_WORKERS)
+    work, rows_bytes = rows_of(config)
     with open_dict(config):
         config.hardware.update({field.name: getattr(settings, field.name) for field in fields(settings)})
     budget = resolve_budget(config.memory.budget, reading)
@@ -111,6 +115,7 @@ def target_of(config: DictConfig, machine: str | None) -> Target:
         budget=budget,
         marks=watermarks(budget, reading, sources.environ),
         precision=choose_precision(config.memory.precision, platform=platform_of(here, sources=sources)),
+        workers=given.workers(reading, sources=sources, work=work, rows_bytes=rows_bytes),
     )
 
 

@@ -4,12 +4,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_unified.cli.config.binding import make
+from lightning_unified.cli.config.binding import make, target_of
 from lightning_unified.errors import ConfigurationError, HardwareError
 from lightning_unified.hardware import (
     HardwareSettings,
@@ -22,10 +23,11 @@ from lightning_unified.hardware import (
     require,
     resolve_budget,
 )
+from lightning_unified.hardware.loader_workers import BatchWork, LoaderWorkers
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.precision import full_name
 
-__all__ = ["Machine", "check_settings", "hardware_settings", "open_machine", "prepare", "sources_of"]
+__all__ = ["Machine", "check_settings", "hardware_settings", "open_machine", "prepare", "rows_of", "sources_of"]
 
 # With a simulated machine these settings are resolved for this machine's cores, the others for the simulated device.
 _DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "start_method", "host_threads")
@@ -51,10 +53,12 @@ class Machine:
     Args:
         reading: The pool before anything was allocated.
         settings: The hardware settings, all `auto` values resolved.
+        workers: The loader processes, with the reason.
     """
 
     reading: Reading
     settings: HardwareSettings
+    workers: LoaderWorkers
 
 
 def sources_of(simulate: str | None) -> Sources:
@@ -98,14 +102,31 @@ def prepare(config: DictConfig, sources: Sources) -> Machine:
     on_cpu = given.accelerator == "cpu" and config.simulate is None
     reading = read("cpu" if on_cpu else "auto", sources=sources)
     resolve_budget(config.memory.budget, reading)  # refuse an impossible budget before the model is built
-    settings = given.resolve(reading, capabilities(reading, sources=sources), sources=sources)
+    work, rows_bytes = rows_of(config)
+    settings = given.resolve(
+        reading, capabilities(reading, sources=sources), sources=sources, work=work, rows_bytes=rows_bytes
+    )
+    workers = given.workers(reading, sources=sources, work=work, rows_bytes=rows_bytes)
     if config.simulate is not None:
-        here = given.resolve(read("cpu"), capabilities("cpu"))
+        cpu = read("cpu")
+        here = given.resolve(cpu, capabilities(cpu), work=work, rows_bytes=rows_bytes)
+        workers = given.workers(cpu, work=work, rows_bytes=rows_bytes)
         settings = replace(settings, accelerator="cpu", **{name: getattr(here, name) for name in _DONE_HERE})
     with open_dict(config):
         config.hardware.update({field.name: getattr(settings, field.name) for field in fields(settings)})
     _set_threads(int(settings.host_threads), os.environ)
-    return Machine(reading=reading, settings=settings)
+    return Machine(reading=reading, settings=settings, workers=workers)
+
+
+def rows_of(config: DictConfig) -> tuple[BatchWork, int]:
+    """Return what a batch of the configured data takes, and the bytes of its rows; 0 where they are not known.
+
+    A data module says the first in its attribute `batch_work`. The rows are about as large as the file they come from.
+    """
+    path = config.data.get("path")
+    size = Path(path).stat().st_size if isinstance(path, str) and Path(path).is_file() else 0
+    work = getattr(target_of(str(config.data["_target_"])), "batch_work", "unknown")
+    return work if work in ("gather", "compute") else "unknown", size
 
 
 def hardware_settings(config: DictConfig) -> HardwareSettings:

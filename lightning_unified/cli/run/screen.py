@@ -124,7 +124,8 @@ def _loading(config: DictConfig, machine: Machine) -> str:
     asked, settings = config.data.get, machine.settings
     workers, method = asked("num_workers", settings.num_workers), asked("start_method", settings.start_method)
     pinned = "on" if asked("pin_memory", settings.pin_memory) else "off"
-    return f"{workers} worker processes{f', by {method}' if workers and method else ''}, pin memory {pinned}"
+    how = f"{workers} worker processes{f', by {method}' if workers and method else ''}, pin memory {pinned}"
+    return f"{how} ({machine.workers.reason})" if workers == machine.workers.count else how
 
 
 def _device(machine: Machine, trainer: Trainer) -> str:

@@ -38,18 +38,22 @@ _LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, t
 
 
 @contextmanager
-def mimic(backend: str) -> Iterator[None]:
+def mimic(backend: str) -> Iterator[set[str]]:
     """Make operations on fake CPU tensors allocate and save the tensors they would on `backend`.
 
     Attention, dropout, recurrent layers and normalisation run as the backend's kernels. Autocast applies the backend's lists,
     whether it is opened for the backend or for `"cpu"`. Optimizers choose the backend's kernels. The block's end undoes all
     of it. Open the recorder and the fake mode outside this block.
 
+    Yields:
+        The names of the functions that ran by a rule of the backend with gradients enabled; empty for `"cpu"`.
+
     Raises:
         ValueError: For another backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}.")
+    called: set[str] = set()
     with ExitStack() as stack:
         stack.enter_context(_optimizer_kernels(backend))
         stack.enter_context(replaced(cross_entropy, "fused_on", lambda _: backend == "cuda"))
@@ -64,8 +68,8 @@ def mimic(backend: str) -> Iterator[None]:
                         takes_one = name == "has_torch_function"
                         check = (lambda arguments: _overrides(*arguments)) if takes_one else _overrides
                         stack.enter_context(replaced(module, name, check))
-            stack.enter_context(_Target(_rules(backend), casts_of(backend)))
-        yield
+            stack.enter_context(_Target(_rules(backend), casts_of(backend), called))
+        yield called
 
 
 def _rules(backend: str) -> dict[str, Callable[..., Any]]:
@@ -95,8 +99,9 @@ class _Target(TorchFunctionMode):
     Python functions of torch are entered, not replaced.
     """
 
-    def __init__(self, rules: Mapping[str, Callable[..., Any]], casts: Mapping[str, Cast]) -> None:
+    def __init__(self, rules: Mapping[str, Callable[..., Any]], casts: Mapping[str, Cast], called: set[str]) -> None:
         super().__init__()
+        self._called = called
         self._rules = rules
         self._casts = casts
 
@@ -113,6 +118,8 @@ class _Target(TorchFunctionMode):
         if isinstance(func, FunctionType) or "out" in kwargs:
             return func(*args, **kwargs)
         rule = self._rules.get(name)
+        if rule is not None and torch.is_grad_enabled():
+            self._called.add(name)
         operation = func if rule is None else partial(rule, func)
         cast = self._casts.get(name) if torch.is_autocast_enabled("cpu") else None
         return operation(*args, **kwargs) if cast is None else cast(operation, args, kwargs)

@@ -8,18 +8,22 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
+from typing_extensions import override
+
 from lightning_unified.cost_model.memory.reserve import RunReplay, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.hardware.allocators.metal import MetalLimits, MetalPools
 from lightning_unified.hardware.allocators.pools import Block, Pools
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.hardware.environment.watermarks import LOW_SHARE
-from lightning_unified.units import MIB
 
 __all__ = ["fits_within"]
 
+_DEFAULT = AllocatorSettings()
 _STEP = 1.01  # ratio of two limits that are tried: about the error of a prediction of reserved bytes
 
 
-def fits_within(trace: Trace, limit: int, *, mmap_threshold: int | None = None) -> bool:
+def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFAULT) -> bool:
     """Return whether the steps of a run like `trace` succeed with at most `limit` bytes reserved.
 
     An allocator at its limit frees its unused blocks and tries again. The moment at which that happens decides how later
@@ -30,16 +34,16 @@ def fits_within(trace: Trace, limit: int, *, mmap_threshold: int | None = None) 
     Args:
         trace: A step in steady state.
         limit: Most bytes that the allocator may reserve.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
-            threshold.
+        settings: Settings of the allocator.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
 
     def reserved_within(limit: float) -> int | None:
-        pools = pools_of(trace.backend, mmap_threshold=mmap_threshold)
-        limited = cast("Pools", _WithinLimit(pools, limit, is_metal=trace.backend == "mps"))
+        pools = pools_of(trace.backend, settings)
+        kind = _MetalWithinLimit if trace.backend == "mps" else _WithinLimit
+        limited = cast("Pools", kind(pools, limit))
         try:
             return RunReplay(trace, limited).peak().reserved
         except _FullError:
@@ -66,18 +70,15 @@ class _FullError(Exception):
 class _WithinLimit:
     """Pools that reserve at most `limit` bytes of the machine.
 
-    Metal compares the size of one more block with the limit, even if a freed block could be reused, and ignores the heap in
-    which the block lies. Above its low watermark it first frees its unused blocks and creates no large heaps.
-
     Attributes:
         addresses: Addresses of segments, for pools that model them.
 
     Source:
-        As hardware/simulated/allocator.py: torch's CUDACachingAllocator.cpp `malloc`, MPSAllocator.mm `alloc_buffer_block`.
+        As hardware/simulated/allocator.py: torch's CUDACachingAllocator.cpp `malloc`.
     """
 
-    def __init__(self, pools: Pools, limit: float, *, is_metal: bool) -> None:
-        self._pools, self._limit, self._is_metal = pools, limit, is_metal
+    def __init__(self, pools: Pools, limit: float) -> None:
+        self._pools, self._limit = pools, limit
         self.addresses = getattr(pools, "addresses", None)
 
     @property
@@ -88,14 +89,9 @@ class _WithinLimit:
         return self._pools.rounded(size)
 
     def reuse(self, size: int) -> Block | None:
-        if self._is_metal and self.reserved + size > self._limit:
-            return None
         return self._pools.reuse(size)
 
     def place(self, size: int, *, pressed: bool) -> Block:
-        pressed = pressed or (self._is_metal and size > MIB and self.reserved >= LOW_SHARE * self._limit)
-        if pressed:
-            self._pools.release()
         if not self._has_room(size, pressed=pressed):
             self._pools.release()
             if not self._has_room(size, pressed=pressed):
@@ -103,8 +99,22 @@ class _WithinLimit:
         return self._pools.place(size, pressed=pressed)
 
     def _has_room(self, size: int, *, pressed: bool) -> bool:
-        growth = size if self._is_metal else self._pools.growth(size, pressed=pressed)
-        return self.reserved + growth <= self._limit
+        return self.reserved + self._pools.growth(size, pressed=pressed) <= self._limit
 
     def give_back(self, block: Block) -> None:
         self._pools.give_back(block)
+
+
+class _MetalWithinLimit(_WithinLimit):
+    """Metal's heaps below `limit` as high watermark, with the low watermark that a run sets for it."""
+
+    def __init__(self, pools: Pools, limit: float) -> None:
+        super().__init__(pools, limit)
+        self._limits = MetalLimits(high=limit, low=LOW_SHARE * limit)
+
+    @override
+    def reuse(self, size: int) -> Block:
+        block = cast("MetalPools", self._pools).take(size, self._limits)
+        if block is None:
+            raise _FullError
+        return block

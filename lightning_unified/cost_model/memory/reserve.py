@@ -13,17 +13,20 @@ How much more depends on the order of allocations, so no factor on the live peak
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.hardware.allocators.host_heap import HostHeap
-from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
+from lightning_unified.hardware.allocators.metal import metal_pools
+from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Pools
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
+from lightning_unified.hardware.sources import installed_torch
 
 __all__ = ["AllocatorPeak", "RunReplay", "allocator_peak", "pools_of", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
+_DEFAULT = AllocatorSettings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +47,16 @@ class AllocatorPeak:
     index: int
 
 
-def reserved_bytes(trace: Trace, *, mmap_threshold: int | None = None) -> int:
+def reserved_bytes(trace: Trace, *, settings: AllocatorSettings = _DEFAULT) -> int:
     """Return the peak of bytes that the allocator reserves for the steps of a run like `trace`.
 
     These are CUDA's and HIP's segments, Metal's heaps, or resident memory on a CPU. Memory of libraries and drivers is not
     included. Arguments and errors are those of `allocator_peak`.
     """
-    return allocator_peak(trace, mmap_threshold=mmap_threshold).reserved
+    return allocator_peak(trace, settings=settings).reserved
 
 
-def allocator_peak(trace: Trace, *, mmap_threshold: int | None = None) -> AllocatorPeak:
+def allocator_peak(trace: Trace, *, settings: AllocatorSettings = _DEFAULT) -> AllocatorPeak:
     """Replay a run's first step and two steady ones, and return the allocator's peaks.
 
     The first step begins with weights and buffers only. Gradients come with its backward pass, libraries take their
@@ -62,22 +65,25 @@ def allocator_peak(trace: Trace, *, mmap_threshold: int | None = None) -> Alloca
 
     Args:
         trace: A step in steady state.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
-            threshold.
+        settings: Settings of the allocator.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    return RunReplay(trace, pools_of(trace.backend, mmap_threshold=mmap_threshold)).peak()
+    return RunReplay(trace, pools_of(trace.backend, settings)).peak()
 
 
-def pools_of(backend: str, *, mmap_threshold: int | None = None) -> Pools:
-    """Return empty pools of a backend's allocator; `mmap_threshold` is as in `allocator_peak`."""
+def pools_of(backend: str, settings: AllocatorSettings = _DEFAULT) -> Pools:
+    """Return empty pools of a backend's allocator.
+
+    Raises:
+        ValueError: If there is no model of it.
+    """
     kinds: dict[str, Callable[[], Pools]] = {
         "cuda": CudaSegments,
         "rocm": CudaSegments,
-        "mps": MetalHeaps,
-        "cpu": partial(HostHeap, threshold=mmap_threshold),
+        "mps": lambda: metal_pools(settings.torch_version or installed_torch()),
+        "cpu": lambda: HostHeap(threshold=settings.mmap_threshold),
     }
     if backend not in kinds:
         raise ValueError(f"there is no model of the allocator of {backend!r}; known are {', '.join(kinds)}.")

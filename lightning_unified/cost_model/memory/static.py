@@ -7,8 +7,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_unified.cost_model.memory.reserve import pools_of
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.hardware.allocators.pools import MetalHeaps
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.units import format_bytes
 
 __all__ = ["describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes"]
@@ -58,17 +59,19 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
     }
 
 
-def metal_heap_bytes(module: torch.nn.Module) -> int:
+def metal_heap_bytes(module: torch.nn.Module, *, settings: AllocatorSettings) -> int:
     """Return the bytes of Metal's heaps for a module's weights and buffers.
 
     One large tensor can take a heap of 1 GiB.
 
     Parameters have their final dtype; they may be on the meta device.
     """
-    pools = MetalHeaps()
+    pools = pools_of("mps", settings)
     for tensor in (*module.parameters(), *module.buffers()):
         if count := _bytes(tensor):
-            pools.place(pools.rounded(count), pressed=False)
+            size = pools.rounded(count)
+            if pools.reuse(size) is None:
+                pools.place(size, pressed=False)
     return pools.reserved
 
 

@@ -67,6 +67,13 @@ _CHIPS: Mapping[str, _Chip] = MappingProxyType(
         "apple m4 pro": _apple(8.1, 273),
         "apple m4 max": _apple(16.2, 546),
         "apple m5": _apple(4.0, 153.6),
+        "apple m5 max": _Chip(
+            float32=16.2,
+            half=16.2,
+            bandwidth=614,
+            source="Apple's data sheet: 614 GB/s, 40 GPU cores, taken at M4 Max's clock; the matrix units in them are not counted (judgement)",
+            host="mac",
+        ),
         "gb10": _Chip(
             float32=31,
             tf32=31,
@@ -80,6 +87,13 @@ _CHIPS: Mapping[str, _Chip] = MappingProxyType(
             half=21,
             bandwidth=204.8,
             source="Jetson AGX Orin technical brief (64 GB): 5.3 TFLOP/s fp32, 64 tensor cores, 204.8 GB/s",
+            host="embedded",
+        ),
+        "thor": _Chip(
+            float32=8.1,
+            half=258.5,
+            bandwidth=273,
+            source="NVIDIA's Jetson Thor announcement (2025): 517 TFLOP/s fp16 with sparsity, so 258.5 dense; 2560 CUDA cores at 1.57 GHz; 273 GB/s",
             host="embedded",
         ),
         "radeon 8060s": _Chip(

@@ -17,7 +17,7 @@ _CONFIDENCE: dict[Confidence, str] = {
     "medium": "made-up values decide no shape",
     "low": "a made-up value can decide a shape, so the real step may differ; run a batch-size probe before you rely on it",
 }
-_SHOWN = {"budget", "micro_batch_size", "recompute", "precision", "optimizer_kernel", "loss_chunk"}
+_SHOWN = {"budget", "micro_batch_size", "recompute", "precision", "optimizer_kernel", "loss_chunk", "attention"}
 
 
 def facts_of_plan(plan: Plan) -> Iterator[Fact]:
@@ -39,6 +39,8 @@ def facts_of_plan(plan: Plan) -> Iterator[Fact]:
         yield Fact(name="optimizer", text=f"{plan.optimizer_kernel} kernel", why=why.get("optimizer_kernel", ""))
     if plan.loss_chunk is not None:
         yield Fact(name="loss", text=f"in chunks of {plan.loss_chunk}", why=why.get("loss_chunk", ""))
+    if plan.attention is not None:
+        yield Fact(name="attention", text=f"{plan.attention}", why=why.get("attention", ""))
     for name, reason in why.items():
         if name not in _SHOWN and reason:
             yield Fact(name=name.replace("_", " "), text=reason)

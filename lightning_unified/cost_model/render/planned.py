@@ -49,11 +49,12 @@ def is_chosen(candidate: Candidate, plan: Plan) -> bool:
     prediction = plan.prediction
     if prediction is None or not candidate.fits:
         return False
-    memory_options = (plan.precision, plan.optimizer_kernel, plan.loss_chunk, recomputed(plan))
+    memory_options = (plan.precision, plan.optimizer_kernel, plan.loss_chunk, plan.attention, recomputed(plan))
     return (candidate.micro_batch_size, candidate.parts) == (prediction.rows, prediction.parts) and memory_options == (
         candidate.precision,
         candidate.optimizer_kernel,
         candidate.loss_chunk,
+        candidate.attention,
         candidate.recompute,
     )
 

@@ -26,7 +26,11 @@ __all__ = ["alternatives_table", "categories_table", "generation_table", "instan
 _FAR = 6  # a budget this many times the need would make the bars too short to read
 _MOST_INSTANTS = 12
 _MOST_ALTERNATIVES = 16
-_CHOSEN, _FITS = "→", "yes"
+_CHOSEN, _FITS, _TORCHS = "→", "yes", "torch"
+_NUMBERS = ("rows", "loss chunk", "peak", "allocator", "step")
+_ALTERNATIVES = (
+    "", "rows", "recompute", "precision", "optimizer", "loss chunk", "attention", "peak", "allocator", "step", "fits"
+)  # fmt: skip
 
 
 def ordered(prediction: Prediction) -> list[tuple[str, int]]:
@@ -130,15 +134,24 @@ def alternatives_table(plan: Plan) -> Table:
     if does_fit(plan) and plan.prediction is not None and not any(row[0] for row in rows):
         rows.insert(0, _chosen_row(plan, plan.prediction))
     left = len(ranked) - len(shown)
+    columns, rows = _without_plain_attention(rows)
     return Table(
         title="Alternatives" if does_fit(plan) else "Memory each plan needs",
-        columns=("", "rows", "recompute", "precision", "optimizer", "loss chunk", "peak", "allocator", "step", "fits"),
+        columns=columns,
         rows=tuple(rows),
-        numbers=frozenset({1, 5, 6, 7, 8}),
+        numbers=frozenset(at for at, name in enumerate(columns) if name in _NUMBERS),
         strong=frozenset(at for at, row in enumerate(rows) if row[0]),
         faint=frozenset(at for at, row in enumerate(rows) if row[-1] != _FITS),
         remark=f"{left} more were compared." if left > 0 else "",
     )
+
+
+def _without_plain_attention(rows: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and rows, without the column of attention if it is torch's in every row."""
+    at = _ALTERNATIVES.index("attention")
+    if any(row[at] != _TORCHS for row in rows):
+        return _ALTERNATIVES, rows
+    return _ALTERNATIVES[:at] + _ALTERNATIVES[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
 def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
@@ -146,7 +159,7 @@ def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
         _CHOSEN if is_chosen(each, plan) else "",
         f"{each.micro_batch_size} × {each.parts}",
         each.recompute,
-        *_memory_options(each.precision, each.optimizer_kernel, each.loss_chunk),
+        *_memory_options(each),
         format_bytes(each.peak_bytes),
         format_bytes(each.reserved_bytes),
         format_duration(each.seconds),
@@ -160,7 +173,7 @@ def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
         _CHOSEN,
         f"{prediction.rows} × {prediction.parts}",
         recomputed(plan),
-        *_memory_options(plan.precision, plan.optimizer_kernel, plan.loss_chunk),
+        *_memory_options(plan),
         format_bytes(prediction.peak_bytes),
         format_bytes(prediction.reserved_bytes),
         format_duration(prediction.seconds),
@@ -168,8 +181,9 @@ def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-def _memory_options(precision: str, optimizer_kernel: str | None, loss_chunk: int | None) -> tuple[str, str, str]:
-    return precision, optimizer_kernel or "as given", "whole" if loss_chunk is None else str(loss_chunk)
+def _memory_options(one: Candidate | Plan) -> tuple[str, str, str, str]:
+    chunk = "whole" if one.loss_chunk is None else str(one.loss_chunk)
+    return one.precision, one.optimizer_kernel or "as given", chunk, one.attention or _TORCHS
 
 
 def _rank(each: Candidate) -> tuple[bool, float, int]:

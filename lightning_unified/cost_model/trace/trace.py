@@ -119,6 +119,7 @@ class Trace:
         reads: Values that the dry run made up.
         notes: Assumptions behind the figures, and effects the dry run cannot see.
         options: Memory options of the step, such as `{"recompute": "all", "precision": "bf16-mixed"}`.
+        attends: Whether the step called torch's attention with gradients on a backend that is not the CPU.
     """
 
     events: tuple[Event, ...]
@@ -129,6 +130,7 @@ class Trace:
     reads: tuple[Read, ...] = ()
     notes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
+    attends: bool = False
 
     @property
     def confidence(self) -> Confidence:

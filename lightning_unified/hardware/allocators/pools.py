@@ -1,4 +1,4 @@
-"""Models of torch's allocators: Metal's heaps and CUDA's segments, as bytes only.
+"""Models of torch's allocators as bytes only: their interface, and CUDA's segments.
 
 torch never asks the driver for each tensor. It rounds the size, looks for a freed block, and otherwise places a new block in
 a heap or segment from the driver. Every allocator here follows the `Pools` protocol:
@@ -10,7 +10,7 @@ a heap or segment from the driver. Every allocator here follows the `Pools` prot
 5. `release()`: return unused memory to the driver.
 
 Modelled are size classes, reuse, splitting, merging and release. Not modelled are streams, the order in which a driver
-finishes commands, fragmentation inside a heap, and private pools of graphs. `expandable.py` models segments that grow,
+finishes commands, and private pools of graphs. `expandable.py` models segments that grow, `metal/` Metal's heaps,
 `host_heap.py` a process's own heap.
 """
 
@@ -18,11 +18,11 @@ import bisect
 from typing import Protocol
 
 from lightning_unified.hardware.allocators.addresses import Addresses
-from lightning_unified.units import GIB, MIB
+from lightning_unified.units import MIB
 
-__all__ = ["Block", "CudaSegments", "Freed", "Home", "MetalHeaps", "Pools", "round_up"]
+__all__ = ["Block", "CudaSegments", "Freed", "Home", "Pools", "round_up"]
 
-_SMALL = 1 * MIB  # largest small block, on both backends
+_SMALL = 1 * MIB  # largest small block
 
 
 class Block:
@@ -139,94 +139,6 @@ class Freed:
 def round_up(size: int, multiple: int) -> int:
     """Return the least multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
-
-
-class MetalHeaps:
-    """MPS's allocator: blocks in heaps of four size classes.
-
-    | block | heap |
-    |---|---|
-    | up to 1 MiB | 8 MiB |
-    | below 10 MiB | 32 MiB |
-    | below 512 MiB | 1 GiB; under pressure the block's own size |
-    | larger | the block's own size, rounded up to 2 MiB |
-
-    A freed block is reused whole if it exceeds the request by at most 32 MiB; a larger one is returned to its heap. The
-    alignment of 256 bytes is judgement: Metal reports it for each device.
-
-    Source:
-        torch's MPSAllocator.h and MPSAllocator.mm: size classes, `get_free_buffer`, `createHeapBlock`.
-    """
-
-    _ALIGNMENT = 256
-    _LARGE, _HUGE = 10 * MIB, 512 * MIB
-    _SMALL_HEAP, _LARGE_HEAP, _HUGE_HEAP, _ROUND = 8 * MIB, 32 * MIB, 1 * GIB, 2 * MIB
-
-    def __init__(self) -> None:
-        self.reserved = 0
-        self._placed = 0
-        self._heaps: list[Home] = []
-        self._freed = {True: Freed(), False: Freed()}
-
-    def rounded(self, size: int) -> int:
-        return round_up(size, self._ALIGNMENT)
-
-    def reuse(self, size: int) -> Block | None:
-        freed = self._freed[size <= _SMALL]
-        block = freed.smallest(size)
-        if block is None:
-            return None
-        if block.size > size + self._LARGE_HEAP:
-            if self._heap_with_room(size) is None:
-                self._release(block, keep_heap=True)
-            return None
-        freed.discard(block)
-        block.used = True
-        return block
-
-    def growth(self, size: int, *, pressed: bool) -> int:
-        return 0 if self._heap_with_room(size) is not None else self._heap_size(size, pressed=pressed)
-
-    def place(self, size: int, *, pressed: bool) -> Block:
-        heap = self._heap_with_room(size)
-        if heap is None:
-            heap = Home(self._heap_size(size, pressed=pressed), small=size <= _SMALL)
-            self._heaps.append(heap)
-            self.reserved += heap.size
-        heap.room -= size
-        heap.blocks += 1
-        self._placed += 1
-        return Block(size, heap, self._placed)
-
-    def give_back(self, block: Block) -> None:
-        block.used = False
-        self._freed[block.home.small].add(block)
-
-    def release(self) -> None:
-        for freed in self._freed.values():
-            for block in list(freed.blocks):
-                self._release(block)
-
-    def _release(self, block: Block, *, keep_heap: bool = False) -> None:
-        heap = block.home
-        self._freed[heap.small].discard(block)
-        heap.room += block.size
-        heap.blocks -= 1
-        if heap.blocks == 0 and not keep_heap:
-            self._heaps.remove(heap)
-            self.reserved -= heap.size
-
-    def _heap_with_room(self, size: int) -> Home | None:
-        small = size <= _SMALL
-        fitting = (heap for heap in self._heaps if heap.small is small and heap.room >= size)
-        return min(fitting, key=lambda heap: heap.room, default=None)
-
-    def _heap_size(self, size: int, *, pressed: bool) -> int:
-        if size <= _SMALL:
-            return self._SMALL_HEAP
-        if size < self._LARGE:
-            return self._LARGE_HEAP
-        return self._HUGE_HEAP if size < self._HUGE and not pressed else round_up(size, self._ROUND)
 
 
 class CudaSegments:

@@ -24,6 +24,10 @@ def read_mps(sources: Sources, index: int | None = None) -> Reading:
     `available` is the lower of Metal's remainder for this process and the machine's free memory. `get_memory_info` is never
     used: on MPS it counts this process only and reports the rest as free. The counters cost a Metal property and a lock, and
     never wait for the GPU. `index` is ignored.
+
+    Source:
+        `getDeviceStats` in the macOS wheels of torch 2.13.0 and 2.14.1: allocated and reserved bytes with their peaks, nothing
+        else. Until 2.13 a reused buffer counts whole; since 2.14 it is cut to the request, up to a rest below 1 MiB.
     """
     del index
     ensure_pair(sources)

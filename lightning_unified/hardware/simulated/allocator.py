@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_unified.errors import HostFrozenError
-from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
+from lightning_unified.hardware.allocators.metal import MetalLimits, MetalPools, metal_pools
+from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Pools
 from lightning_unified.hardware.environment.mps import HIGH, LOW
 from lightning_unified.hardware.simulated.profiles import Profile
 from lightning_unified.units import GIB, KIB, MIB
@@ -33,17 +34,27 @@ class SimulatedAllocator:
         profile: The machine.
         environ: Environment with Metal's watermark ratios and CUDA's share of memory, if set.
         room: Returns the bytes the driver can still give; used if the pool is bounded.
+        torch_version: (major, minor) of torch on the machine, which decides Metal's allocator.
         bounded: Whether memory runs out; otherwise the counters grow without a limit.
     """
 
     def __init__(
-        self, profile: Profile, *, environ: Mapping[str, str], room: Callable[[], int], bounded: bool = True
+        self,
+        profile: Profile,
+        *,
+        environ: Mapping[str, str],
+        room: Callable[[], int],
+        torch_version: tuple[int, int],
+        bounded: bool = True,
     ) -> None:
         self.profile = profile
         self._environ = environ
         self._room = room
         self._bounded = bounded
-        self._pools: Pools = MetalHeaps() if profile.backend == "mps" else CudaSegments()
+        self._metal: MetalPools | None = None
+        if profile.backend == "mps":
+            self._metal = metal_pools(torch_version, max_buffer=profile.max_buffer)
+        self._pools: Pools = self._metal or CudaSegments()
         self._lock = threading.RLock()
         self._returned: deque[Block] = deque()
         self._allocated = 0
@@ -158,32 +169,24 @@ class SimulatedAllocator:
             self._pools.give_back(block)
 
     def _found(self, size: int) -> Block | None:
-        metal = self.profile.backend == "mps"
-        pressed = metal and size > MIB and self._low is not None and self.driver >= self._low
-        # Metal compares the size of one more block with its limit, even if a freed block could be reused.
-        fits = not metal or self._within_cap(size)
-        block = self._pools.reuse(size) if fits else None
-        if block is not None:
-            return block
-        if pressed:
+        if self._metal is not None:
+            high = self._high if self._bounded else None
+            limits = MetalLimits(high=high, low=self._low, others=self.profile.context)
+            return self._metal.take(size, limits)
+        block = self._pools.reuse(size) or self._grown(size)
+        if block is None:
             self._pools.release()
-        return self._grown(size, pressed=pressed) or self._after_release(size, pressed=pressed)
+            block = self._grown(size)
+        return block
 
-    def _after_release(self, size: int, *, pressed: bool) -> Block | None:
-        self._pools.release()
-        return self._grown(size, pressed=pressed)
-
-    def _grown(self, size: int, *, pressed: bool) -> Block | None:
-        growth = self._pools.growth(size, pressed=pressed)
-        if not self._within_cap(size if self.profile.backend == "mps" else growth):
+    def _grown(self, size: int) -> Block | None:
+        growth = self._pools.growth(size, pressed=False)
+        if not self._within_cap(growth) or (self._bounded and growth > self._room()):
             return None
-        if self._bounded and self.profile.backend != "mps" and growth > self._room():
-            return None
-        return self._pools.place(size, pressed=pressed)
+        return self._pools.place(size, pressed=False)
 
-    def _within_cap(self, more: int) -> bool:
-        held = self.driver if self.profile.backend == "mps" else self._pools.reserved
-        return not self._bounded or self._high is None or held + more <= self._high
+    def _within_cap(self, growth: int) -> bool:
+        return not self._bounded or self._high is None or self._pools.reserved + growth <= self._high
 
     def _out_of_memory(self, size: int) -> Exception:
         shortage = _Shortage(

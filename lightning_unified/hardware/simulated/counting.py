@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_unified.hardware.allocators.pools import Block
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
+from lightning_unified.hardware.simulated.command_queue import CommandQueue
 
 __all__ = ["LiveTensors"]
 
@@ -37,15 +38,16 @@ class LiveTensors(TorchDispatchMode):
 
     Args:
         allocator: The simulated allocator.
+        queue: The simulated command queue, which runs the operations.
 
     Attributes:
         peak_place: Operation that led to the allocator's peak, and the line that called it.
         elsewhere: Types of real devices used meanwhile; tensors there do not count.
     """
 
-    def __init__(self, allocator: SimulatedAllocator) -> None:
+    def __init__(self, allocator: SimulatedAllocator, queue: CommandQueue) -> None:
         super().__init__()
-        self._allocator = allocator
+        self._allocator, self._queue = allocator, queue
         self._process = os.getpid()
         self._living: dict[int, tuple[weakref.ref[Any], Block, int]] = {}
         self._makes: dict[Any, bool] = {}
@@ -65,7 +67,7 @@ class LiveTensors(TorchDispatchMode):
             inputs += _tensors(kwargs.values())
         if any(tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) for tensor in inputs):
             self.hold(inputs)
-        result = func(*args, **kwargs)
+        result = self._queue.execute(func, args, kwargs)
         makes = self._makes.get(func)
         if makes is None:
             makes = self._makes[func] = _makes_storages(func)

@@ -83,7 +83,9 @@ class SimulatedHost:
             "/proc/cpuinfo": f"model name\t: {self.profile.name}'s processor\nflags\t\t: \n",
             "/proc/vmstat": f"pswpout {self._swap() // _LINUX_PAGE}\n",
         }
-        if self.profile.backend == "cuda":
+        if self.profile.hardware == "jetson":
+            files["/proc/device-tree/model"] = f"NVIDIA Jetson, {self.profile.chip}\x00"
+        elif self.profile.backend == "cuda":
             files["/proc/driver/nvidia/gpus/0000:01:00.0/information"] = f"Model: \t\t {self.profile.chip}\n"
         if self.profile.gtt is not None:
             card = "/sys/class/drm/card0/device/mem_info_"

@@ -6,13 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_unified.errors import HardwareError
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
+from lightning_unified.hardware.simulated.command_queue import CommandQueue
 from lightning_unified.hardware.simulated.host import HostFiles, SimulatedHost
 from lightning_unified.hardware.simulated.namespace import torch_of
 from lightning_unified.hardware.simulated.profiles import PROFILES, Profile, profile
-from lightning_unified.hardware.sources import Sources
+from lightning_unified.hardware.sources import Sources, major_and_minor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,27 +33,43 @@ class SimulatedMachine:
         machine: A profile, or its name.
         environ: Environment variables of the machine; readers write to a copy.
         bounded: Whether memory runs out; otherwise the counters grow without a limit.
+        torch_version: Version of torch on the machine, as in `"2.14"`; default the installed one. It decides Metal's
+            allocator and which counters exist.
 
     Attributes:
         profile: The machine's profile.
         allocator: Allocator of its device.
+        command_queue: Runs the device's operations, and aborts those that it is told to.
         sources: Sources of all its figures.
 
     Raises:
-        HardwareError: If no profile has that name.
+        HardwareError: If no profile has that name, or `torch_version` is no version.
     """
 
     def __init__(
-        self, machine: str | Profile, *, environ: Mapping[str, str] | None = None, bounded: bool = True
+        self,
+        machine: str | Profile,
+        *,
+        environ: Mapping[str, str] | None = None,
+        bounded: bool = True,
+        torch_version: str | None = None,
     ) -> None:
         self.profile = machine if isinstance(machine, Profile) else profile(machine)
-        self._bounded = bounded
+        self._bounded, self._torch_version = bounded, torch_version
         own_environ = dict(environ or {})
-        self.allocator = SimulatedAllocator(self.profile, environ=own_environ, room=self._room, bounded=bounded)
+        version = _version_of_torch(torch_version)
+        self.allocator = SimulatedAllocator(
+            self.profile,
+            environ=own_environ,
+            room=self._room,
+            torch_version=major_and_minor(version),
+            bounded=bounded,
+        )
+        self.command_queue = CommandQueue()
         self._host = SimulatedHost(self.profile, lambda: self.allocator.driver)
         mac = self.profile.backend == "mps"
         self.sources = Sources(
-            torch=torch_of(self.allocator, free=self._free),
+            torch=torch_of(self.allocator, version=version, free=self._free),
             proc=cast(Path, HostFiles(self._host.files, "/proc")),
             sys=cast(Path, HostFiles(self._host.files, "/sys")),
             sysctl=self._host.sysctl,
@@ -65,7 +83,12 @@ class SimulatedMachine:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the same machine; in another process its device holds nothing."""
-        make = partial(SimulatedMachine, environ=dict(self.sources.environ), bounded=self._bounded)
+        make = partial(
+            SimulatedMachine,
+            environ=dict(self.sources.environ),
+            bounded=self._bounded,
+            torch_version=self._torch_version,
+        )
         known = PROFILES.get(self.profile.name) is self.profile
         return make, (self.profile.name if known else self.profile,), {"others": self.others}
 
@@ -106,7 +129,7 @@ class SimulatedMachine:
 
         from lightning_unified.hardware.simulated.counting import LiveTensors
 
-        self._living = self._living or LiveTensors(self.allocator)
+        self._living = self._living or LiveTensors(self.allocator, self.command_queue)
         self._living.hold(holding)
         with ExitStack() as stack:
             if not self.profile.flash:
@@ -128,3 +151,14 @@ class SimulatedMachine:
 
     def _room(self) -> int:
         return self._host.available if self.profile.unified else self.profile.total - self.allocator.driver
+
+
+def _version_of_torch(given: str | None) -> str:
+    """Return the text of torch's version on a machine; without one it is the installed torch's."""
+    if given is None:
+        import torch
+
+        return torch.__version__
+    if major_and_minor(given) == (0, 0):
+        raise HardwareError(f"torch_version={given!r} is not a version of torch; write it as in '2.14' or '2.14.1'.")
+    return given

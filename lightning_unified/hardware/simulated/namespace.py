@@ -4,20 +4,21 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_unified.hardware.readers.mps import HAS_COUNTERS_SINCE
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
+from lightning_unified.hardware.sources import major_and_minor
 
 __all__ = ["torch_of"]
 
-_COUNTERS_ON_MPS_SINCE = (2, 13)
 
-
-def torch_of(allocator: SimulatedAllocator, *, free: Callable[[], int]) -> SimpleNamespace:
+def torch_of(allocator: SimulatedAllocator, *, version: str, free: Callable[[], int]) -> SimpleNamespace:
     """Return a namespace that answers the readers' calls as torch would on the machine.
 
-    Version and CPU are those of the installed torch.
+    The CPU's figures are the installed torch's.
 
     Args:
         allocator: The simulated device.
+        version: torch's version on the machine.
         free: Returns the free bytes of `mem_get_info`.
     """
     import torch
@@ -27,12 +28,12 @@ def torch_of(allocator: SimulatedAllocator, *, free: Callable[[], int]) -> Simpl
     metal, rocm = profile.backend == "mps", profile.backend == "rocm"
     absent = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
     return SimpleNamespace(
-        __version__=torch.__version__,
+        __version__=version,
         version=SimpleNamespace(cuda="13.0" if profile.backend == "cuda" else None, hip="7.2" if rocm else None),
         cuda=absent if metal else _cuda(allocator, free),
         mps=_mps(allocator) if metal else absent,
         xpu=absent,
-        accelerator=_accelerator(allocator),
+        accelerator=_accelerator(allocator, counts=not metal or major_and_minor(version) >= HAS_COUNTERS_SINCE),
         backends=SimpleNamespace(
             mps=SimpleNamespace(
                 is_available=lambda: metal, is_built=lambda: metal, get_name=lambda: profile.chip if metal else ""
@@ -97,16 +98,13 @@ def _cuda(allocator: SimulatedAllocator, free: Callable[[], int]) -> SimpleNames
     )
 
 
-def _accelerator(allocator: SimulatedAllocator) -> SimpleNamespace:
-    import torch
-
+def _accelerator(allocator: SimulatedAllocator, *, counts: bool) -> SimpleNamespace:
     profile = allocator.profile
 
     def counter(ask: Callable[[], Any]) -> Callable[..., Any]:
         def answer(device: Any = None) -> Any:
             del device
-            version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-            if profile.backend == "mps" and version < _COUNTERS_ON_MPS_SINCE:
+            if not counts:
                 raise RuntimeError("INTERNAL ASSERT FAILED: Allocator for mps is not a DeviceAllocator.")
             return ask()
 

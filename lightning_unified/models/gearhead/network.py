@@ -13,9 +13,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_unified.models.decoder_sizes import check_parameters
+from lightning_unified.models.gearhead.kv_cache import KVCache
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
-from lightning_unified.nn.kv_cache import KVCache
 
 __all__ = ["GearHeadNetwork"]
 

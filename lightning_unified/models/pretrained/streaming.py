@@ -1,7 +1,7 @@
-"""Load weights one tensor at a time, so that they are never in memory twice.
+"""Load weights one tensor at a time, so that they are never in memory twice, the page cache counted.
 
-The model is built without values. Each tensor of a safetensors file then becomes a parameter: a view of the file's pages, which the
-system copies when training first writes to them.
+The model is built without values. Each tensor of a safetensors file is then read into memory of its own, which becomes the parameter.
+The pages that were read leave the cache at once, see `weight_files`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-__all__ = ["check_complete", "load_weights", "stored_tensors", "without_values"]
+from lightning_unified.weight_files.pages import opened_uncached
+from lightning_unified.weight_files.safetensors_file import read_header, read_tensor
+
+__all__ = ["check_complete", "load_weights", "without_values"]
 
 
 @contextmanager
@@ -43,11 +46,12 @@ def load_weights(
     Args:
         model: The model, built under `without_values`.
         folder: Holds safetensors; pickled weights are not read.
-        dtype: Dtype of the parameters; tensors stored in another one are converted one by one.
+        dtype: Dtype of the parameters; tensors stored in another one are converted piece by piece.
         names_of: Returns the names of parameters that a stored name may stand for; the first that exists is taken.
 
     Raises:
         FileNotFoundError: If the folder holds no safetensors.
+        ValueError: If a file is damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -58,13 +62,17 @@ def load_weights(
     wanted = dict(model.named_parameters())
     found: set[str] = set()
     for file in files:
-        for stored, tensor in stored_tensors(file):
-            name = next((one for one in names_of(stored) if one in wanted), None)
-            if name is not None and tensor.shape == wanted[name].shape:
-                path, _, own = name.rpartition(".")
-                parameter = nn.Parameter(tensor.to(dtype), requires_grad=wanted[name].requires_grad)
-                setattr(model.get_submodule(path), own, parameter)
-                found.add(name)
+        header = read_header(file)
+        with opened_uncached(file) as descriptor:
+            for stored, place in header.items():
+                name = next((one for one in names_of(stored) if one in wanted), None)
+                if name is not None and place.shape == wanted[name].shape:
+                    path, _, own = name.rpartition(".")
+                    value = read_tensor(descriptor, place, dtype=dtype)
+                    setattr(
+                        model.get_submodule(path), own, nn.Parameter(value, requires_grad=wanted[name].requires_grad)
+                    )
+                    found.add(name)
     return wanted.keys() - found
 
 
@@ -75,12 +83,3 @@ def check_complete(lacking: Collection[str], *, model: nn.Module, folder: Path) 
             f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(list(model.parameters()))} parameters are "
             f"missing or of another size, the first is {min(lacking)}. Give a folder whose files belong together."
         )
-
-
-def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a safetensors file, each a view of the file's pages."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            yield name, opened.get_tensor(name)

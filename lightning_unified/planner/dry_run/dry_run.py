@@ -167,6 +167,7 @@ class DryRun:
             "recompute": self._recompute,
             "optimizer_kernel": spec.optimizer_kernel,
             "loss_chunk": spec.loss_chunk,
+            "attention": spec.attention,
         }
         return Trace(
             events=recording.events,
@@ -177,6 +178,7 @@ class DryRun:
             reads=tuple(fit.world.answers.reads),
             notes=("no weights were written in the step that was followed",) if unwritten else (),
             options={name: str(value) for name, value in options.items() if value is not None},
+            attends=fit.attends,
         )
 
 
@@ -189,9 +191,9 @@ class DryRuns:
     if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.
 
     Args:
-        fake_copies: Keeps the last dry run, by precision, kernel and loss chunk. Combinations that differ only in recomputation share this
+        fake_copies: Keeps the last dry run, by precision, kernel, loss chunk and attention. Combinations that differ only in recomputation share this
             mapping, and so one fake copy.
-        twins: Keeps the module's repeated blocks, by precision; they hold for all fake copies.
+        twins: Keeps the module's repeated blocks, by precision and attention; they hold for all fake copies.
     """
 
     def __init__(
@@ -200,11 +202,11 @@ class DryRuns:
         *,
         recompute: RecomputePolicy | bool | None = None,
         fake_copies: dict[Any, DryRun] | None = None,
-        twins: dict[str, Twins] | None = None,
+        twins: dict[Any, Twins] | None = None,
     ) -> None:
         self._spec, self._recompute = spec, recompute
-        self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk)
-        self._twins = ({} if twins is None else twins).setdefault(spec.precision, Twins())
+        self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk, spec.attention)
+        self._twins = ({} if twins is None else twins).setdefault((spec.precision, spec.attention), Twins())
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
 
     def step(

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_unified.cost_model.backends import mimic
+from lightning_unified.nn.attention import ChunkedAttention
 from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
@@ -70,6 +71,7 @@ class FakeFit:
         recording: Starts and ends the recording, and holds its result.
         strategy: The strategy of the dry run.
         trainer: The Trainer of the dry run.
+        attends: Whether the step called torch's attention with gradients.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class FakeFit:
         twins: Twins | None = None,
     ) -> None:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
-        self._settings = spec.trainer_settings()
+        self._settings, self.attends = spec.trainer_settings(), False
         plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
         self._copy = self._fake_module(dtype)
         self._places = Places(self._copy)
@@ -182,8 +184,14 @@ class FakeFit:
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
-        with self._places.followed(), self._recorder, mimic(self._spec.backend):
-            yield
+        attention = ChunkedAttention(self._copy) if self._spec.attention else None
+        try:
+            with self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
+                yield
+            self.attends |= "scaled_dot_product_attention" in called
+        finally:
+            if attention is not None:
+                attention.remove()
 
     def _fake_module(self, dtype: torch.dtype | None) -> L.LightningModule:
         """Return the fake copy of the module, in `dtype`; None keeps each tensor's own."""
@@ -208,6 +216,7 @@ class FakeFit:
             micro_batches=given_to(self._spec.trainer),
             roles=self._templates.roles,
             is_prepared=self._spec.is_prepared,
+            copies_weights=_copies_weights(self._spec.trainer),
         )
         strategy.policy.most_chunks = self.size.parts
         return strategy
@@ -258,3 +267,9 @@ def _vocabularies(module: nn.Module) -> set[int]:
     if widest is not None and widest.out_features > 4 * widest.in_features:
         found.add(widest.out_features)
     return found
+
+
+def _copies_weights(trainer: Any) -> bool:
+    """Return whether the live strategy copies weights and optimizer state around each optimizer step."""
+    options = getattr(getattr(getattr(trainer, "strategy", None), "policy", None), "options", None)
+    return options is not None and options.recover and options.optimizer_rollback

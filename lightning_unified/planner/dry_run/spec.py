@@ -24,6 +24,7 @@ class StepSpec:
             Trainer.
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for the optimizers' own choice on `backend`.
         loss_chunk: Rows of logits that the chunked loss computes at a time, if the module offers one; None leaves the module as it is.
+        attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
         length: Positions of a row; None for as many as in `batch`.
         accumulate: Batches in an accumulation window; None for the Trainer's.
         clip: The norm for gradient clipping; None for the Trainer's.
@@ -43,6 +44,7 @@ class StepSpec:
     trainer: L.Trainer | None = None
     optimizer_kernel: str | None = None
     loss_chunk: int | None = None
+    attention: str | None = None
     length: int | None = None
     accumulate: int | None = None
     clip: float | None = None

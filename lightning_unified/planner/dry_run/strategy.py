@@ -42,6 +42,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         backend: The backend of the trace.
         micro_batches: The rules given to the live strategy.
         is_prepared: Whether the rule `prepare` has already been applied to training batches.
+        copies_weights: Whether weights and optimizer state are copied around the optimizer step.
 
     Attributes:
         steps: The number of optimizer steps so far.
@@ -61,6 +62,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         micro_batches: MicroBatchRules | None = None,
         roles: Mapping[str, Roles],
         is_prepared: bool = False,
+        copies_weights: bool = False,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         options = MemoryOptions(
@@ -68,6 +70,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
             micro_batches=micro_batches,
             batch_norm="micro",
             check_split=False,
+            optimizer_rollback=copies_weights,
         )
         self.policy = MemoryPolicy(options, _NoBudget("auto"))
         self.policy.batches.known_roles = dict(roles)

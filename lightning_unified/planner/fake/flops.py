@@ -60,6 +60,10 @@ def _summed(source: Any, dims: Any = None, *_: Any, out_val: Any = None, **__: A
     return source.numel() if strides and min(strides)[1] not in summed else 0
 
 
+def _added_products(_total: Any, left: Any, right: Any, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
+    return 2 * prod(left.shape) * right.shape[-1]
+
+
 _aten = torch.ops.aten
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _FORMULAS: dict[Any, Callable[..., int]] = {
@@ -69,6 +73,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     _aten._cudnn_rnn: _packed_recurrent,
+    _aten.baddbmm_: _added_products,
     _aten.sum: _summed,
     _aten.mean: _summed,
 }

@@ -53,7 +53,7 @@ def planner_of(
     counted = CountedMemory(
         workspaces=watch.machine is None,
         reduction_bytes=budget.reduction_bytes,
-        mmap_threshold=watch.mmap_threshold,
+        allocator=watch.allocator,
     )
     return Planner(StepTraces(step, limits=limits, counted=counted), rates=rates, calibration=calibration)
 
@@ -78,6 +78,7 @@ def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: st
         policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
         kernels=policy.applied_options.kernel_choices(scaled=scaled),
         chunks=policy.applied_options.chunk_choices(),
+        attentions=policy.applied_options.attention_choices(policy.watch.reading().backend),
     )
 
 

@@ -25,13 +25,16 @@ class _Settings:
     recompute: Any
     loss_chunk: Any
     kernel: Any
+    attention: Any
     trained: tuple[bool, ...]
 
     @classmethod
     def of(cls, policy: MemoryPolicy, module: Any) -> "_Settings":
         options = policy.applied_options
         trained = tuple(parameter.requires_grad for parameter in module.parameters())
-        return cls(policy.recomputation.policy, options.loss_chunk, options.optimizer_kernel, trained)
+        return cls(
+            policy.recomputation.policy, options.loss_chunk, options.optimizer_kernel, options.attention, trained
+        )
 
 
 class PlannedLengths:

@@ -298,3 +298,5 @@ def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: s
         policy.applied_options.set_kernel(combination.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
     if combination.loss_chunk is not None:
         policy.applied_options.set_loss_chunk(combination.loss_chunk, why=why)
+    if combination.attention is not None:
+        policy.applied_options.set_attention(combination.attention, why=why)  # pyright: ignore[reportArgumentType]

@@ -40,15 +40,15 @@ class PredictedMemory:
     def peak_bytes(self) -> int | None:
         """The predicted peak of training and validation; None without a prediction.
 
-        It is comparable with the device's counter. It includes the memory that the process held before, and the memory that the
-        module keeps from step to step.
+        It is comparable with the device's counter. It includes the memory that the process held before, the memory that the
+        module keeps from step to step, and the copy of an asynchronous save.
         """
         own = self._planning.prediction
         if own is None:
             return None
         of_process = self._policy.watch.counts_process
         peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in self._predictions]
-        beside = max(peaks) + self._policy.kept.bytes
+        beside = max(peaks) + self._policy.kept.bytes + self._budget.copy_bytes
         return max(self._budget.foreign_bytes + max(beside, own.generation_bytes), self.earlier_peak)
 
     @property
@@ -61,7 +61,7 @@ class PredictedMemory:
         if self._planning.prediction is None:
             return watch.bytes
         taken = int(self.factor * max(one.reserved_bytes for one in self._predictions)) + watch.driver_bytes
-        left = watch.bytes - max(self._budget.foreign_bytes + taken, self.earlier_peak)
+        left = watch.bytes - max(self._budget.foreign_bytes + self._budget.copy_bytes + taken, self.earlier_peak)
         return max(left, self._budget.kept_bytes)  # the plan left room for these bytes: a step returns cached blocks
 
     @property

@@ -8,6 +8,7 @@ import torch
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.planner.dry_run.trainer import tensors_held
 from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.checkpoint_io import saves_in_thread
 from lightning_unified.step.split import tensors_in
 
 __all__ = ["StepBudget", "callback_bytes", "held_bytes"]
@@ -20,8 +21,8 @@ _NEGLIGIBLE = (
 class StepBudget:
     """Counts the bytes of the budget that a step may take.
 
-    Four owners hold memory beside the step: the process from before the fit, the driver, the module for what it keeps from step to step,
-    and the reduction over ranks. The dry run counts the last one as a workspace of the step.
+    Five owners hold memory beside the step: the process from before the fit, the driver, the module for what it keeps from step to step,
+    an asynchronous save, and the reduction over ranks. The dry run counts the last one as a workspace of the step.
 
     Args:
         reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
@@ -47,8 +48,16 @@ class StepBudget:
 
     @property
     def beside(self) -> int:
-        """Bytes of the budget that the process, the driver and the module hold beside the step."""
-        return self.foreign_bytes + self._policy.watch.driver_bytes + self.kept_bytes
+        """Bytes of the budget that the process, the driver, the module and a save hold beside the step."""
+        return self.foreign_bytes + self._policy.watch.driver_bytes + self.kept_bytes + self.copy_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the state that an asynchronous save copies, and holds while the next steps run."""
+        if not self._trainer.checkpoint_callbacks or not saves_in_thread(self._trainer.strategy.checkpoint_io):
+            return 0
+        need = static_bytes(self._trainer.lightning_module, self._trainer.optimizers)
+        return need["weights"] + need["buffers"] + need["optimizer state"]
 
     def note_foreign(self, batch: Any) -> None:
         """Read how many bytes of the pool are held now that no dry run counts."""

@@ -50,7 +50,16 @@ class CheckedSplitter:
         self._is_checked = policy.batches.checks("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
-        self.check = ExactnessCheck(trainer, rules=self._rules, splitter=self.splitter, step=step, fits=fits)
+        self._fits = fits
+        self.check = self._new_check()
+
+    def forget_check(self) -> None:
+        """Drop all findings of the exactness check, where a check may have compared garbage."""
+        self.check = self._new_check()
+
+    def _new_check(self) -> ExactnessCheck:
+        rules, splitter = self._rules, self.splitter
+        return ExactnessCheck(self._trainer, rules=rules, splitter=splitter, step=self._step, fits=self._fits)
 
     def split(
         self, kwargs: "OrderedDict[str, Any]", whole: Callable[[], ClosureResult], *, batch_idx: int

@@ -147,13 +147,11 @@ class UnifiedOptimization(_AutomaticOptimization):
     ) -> dict[str, Any]:
         key, failures = next(iter(kwargs)), 0
         within_window = batch_idx % self.trainer.accumulate_grad_batches != 0
+        rollback = self._policy.options.optimizer_rollback
         while True:
             # recorded before each attempt: the policy may have changed the module, or made it free memory
             attempt = self._attempt = Attempt(
-                self._snapshot(kwargs[key]),
-                optimizer,
-                within_window=within_window,
-                copies_weights=self._policy.options.optimizer_rollback,
+                self._snapshot(kwargs[key]), optimizer, within_window=within_window, copies_weights=rollback
             )
             self._phase = "forward"
             outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
@@ -163,16 +161,18 @@ class UnifiedOptimization(_AutomaticOptimization):
             failures += 1
             kwargs[key] = attempt.undo()
             del attempt
-            self._policy.out_of_memory(
-                phase=self._phase, reason=reason, shape=shape, attempt=failures, batch=kwargs[key]
-            )
+            self._make_way(reason, shape=shape, attempt=failures, batch=kwargs[key])
         self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
 
     def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the outputs and None, or None and the reason why memory ran out."""
+        """Return the outputs and None, or None and the reason why the batch must be repeated."""
         return caught(run)
+
+    def _make_way(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
+        """Change what the next attempt needs, after failure number `attempt` of this batch."""
+        self._policy.out_of_memory(phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self, batch: Any) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results

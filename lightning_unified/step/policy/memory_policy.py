@@ -42,7 +42,7 @@ class MemoryPolicy:
         kept: Memory that the module keeps between steps.
         compilation: Which parts of the module are compiled.
         recomputation: Which activations are recomputed. `"auto"` recomputes all once no smaller size is left.
-        applied_options: The optimizer kernel and the rows of a chunked loss.
+        applied_options: The optimizer kernel, the rows of a chunked loss, and the attention.
         recoveries: How many steps were repeated.
         most_chunks: The largest number of chunks of an encoder's call that a dry run executes; None for all of them.
         events: The memory events of the run, as sentences.
@@ -61,7 +61,9 @@ class MemoryPolicy:
         self.kept = KeptMemory()
         self.compilation = Compilation(options.compile)
         self.recomputation = ActivationCheckpointing(options.recompute)
-        self.applied_options = AppliedOptions(optimizer_kernel=options.optimizer_kernel, loss_chunk=options.loss_chunk)
+        self.applied_options = AppliedOptions(
+            optimizer_kernel=options.optimizer_kernel, loss_chunk=options.loss_chunk, attention=options.attention
+        )
         self.sizing = MicroBatchSizing(
             options,
             watch=watch,

@@ -27,7 +27,8 @@ from lightning_unified.hardware import (
     reset_peak,
     resolve_budget,
 )
-from lightning_unified.hardware.host.memory import mmap_threshold, resident_files
+from lightning_unified.hardware.allocators.settings import AllocatorSettings, allocator_settings
+from lightning_unified.hardware.host.memory import resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.units import MIB, format_bytes
@@ -175,12 +176,9 @@ class BudgetWatch:
         return self.device.type == "cpu"
 
     @property
-    def mmap_threshold(self) -> int | None:
-        """The block size in bytes from which the C library maps each block separately.
-
-        None if the user set no such size, or if tensors are not in host memory.
-        """
-        return mmap_threshold(self._sources) if self.counts_process else None
+    def allocator(self) -> AllocatorSettings:
+        """Settings of the device's allocator."""
+        return allocator_settings(self._sources, on_host=self.counts_process)
 
     @property
     def _sources(self) -> Sources:
@@ -305,7 +303,7 @@ def refuse_small_budget(
             f"{given}: {describe_bytes(need)}, before any activation. Give a budget well above "
             f"{format_bytes(max(sum(need.values()), _least_on_cpu(watch, need)))}, or train a smaller model."
         )
-    heaps = metal_heap_bytes(module) if watch.device.type == "mps" else 0
+    heaps = metal_heap_bytes(module, settings=watch.allocator) if watch.device.type == "mps" else 0
     if heaps > budget.bytes:
         raise BudgetError(
             f"{given}: Metal keeps its weights of {format_bytes(need['weights'])} in heaps of {format_bytes(heaps)} together, one of 1 GiB "

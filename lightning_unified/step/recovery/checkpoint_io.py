@@ -21,10 +21,23 @@ from typing_extensions import override
 from lightning_unified.errors import CheckpointError
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 from lightning_unified.units import format_bytes
+from lightning_unified.weight_files.mapped import load_mapped, owned_below
+from lightning_unified.weight_files.written import UncachedFile
 
-__all__ = ["PARTIAL", "AtomicCheckpointIO", "publish", "remove", "remove_partial_files", "share", "wait_for_writers"]
+__all__ = [
+    "PARTIAL",
+    "AtomicCheckpointIO",
+    "publish",
+    "remove",
+    "remove_partial_files",
+    "saves_in_thread",
+    "share",
+    "wait_for_writers",
+]
 
 PARTIAL = ".partial"
+
+_COPIED_OUT = {"state_dict", "optimizer_states"}  # entries that the strategy copies; other code may keep the rest
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -51,8 +64,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
 
         def write() -> None:
-            with _written_beside(target) as partial, partial.open("wb") as file:
-                torch.save(checkpoint, file)
+            with _written_beside(target) as partial, UncachedFile(partial) as file:
+                torch.save(checkpoint, file)  # pyright: ignore[reportArgumentType]
 
         with _failures_named(target):
             _, memory_ran_out = caught(write)
@@ -67,14 +80,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path`.
+        """Return the checkpoint at `path`; the tensors of a local file's weights and optimizer states are mapped.
+
+        The unified strategies copy them out piece by piece, so that file pages and values are never both in memory. With
+        another strategy on the CPU, optimizer states stay in the file's pages until the optimizer writes them.
 
         Raises:
             FileNotFoundError: If there is no such file.
             CheckpointError: If the file is damaged, or holds objects that torch only loads from a trusted source.
         """
         try:
-            return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+            if not _is_local_file_protocol(path) or not Path(path).is_file():
+                return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+            checkpoint = load_mapped(path, map_location=map_location, weights_only=weights_only)
+            if isinstance(checkpoint, dict):
+                for key in checkpoint.keys() - _COPIED_OUT:
+                    checkpoint[key] = owned_below(checkpoint[key])
+            return checkpoint
         except pickle.UnpicklingError as error:
             if not zipfile.is_zipfile(path):
                 raise _damaged(path, error) from error
@@ -95,10 +117,21 @@ def wait_for_writers(io: CheckpointIO | None) -> None:
     Raises:
         BaseException: The error of the thread, if it failed.
     """
-    while isinstance(io, _WrappingCheckpointIO):
-        if isinstance(io, AsyncCheckpointIO):
-            io.teardown()  # waits for the thread; the next checkpoint starts another
-        io = io.checkpoint_io
+    for one in _chain(io):
+        if isinstance(one, AsyncCheckpointIO):
+            one.teardown()  # waits for the thread; the next checkpoint starts another
+
+
+def saves_in_thread(io: CheckpointIO | None) -> bool:
+    """Return whether `io` copies each checkpoint on its device, and writes the copy while training goes on."""
+    return any(isinstance(one, AsyncCheckpointIO) for one in _chain(io))
+
+
+def _chain(io: CheckpointIO | None) -> Iterator[CheckpointIO]:
+    """Yield `io` and the plugins it wraps, from outside."""
+    while io is not None:
+        yield io
+        io = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else None
 
 
 def share(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_unified.cli.config.composition import composed, groups, searching
 from lightning_unified.cli.config.overrides import check_overrides
 from lightning_unified.errors import ConfigurationError
 from tests.support import ROOT
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, some
 
 TIERS = {
     "debug": ("up to 4GiB", 4, 4),
@@ -82,16 +82,19 @@ def test_every_model_brings_data_of_its_own_name():
 FUNCTIONS = {"micro_batches"}  # arguments that hold functions, which no file can write: the module declares them
 
 
-@pytest.mark.parametrize("together", [("memory", "hardware", "data", "trainer", "callbacks", "logger"), ("model",)])
+@pytest.mark.parametrize("together", [("memory", "hardware", "trainer", "callbacks", "logger", "model"), ("data",)])
 def test_a_leaf_writes_exactly_the_arguments_of_its_target(together):
     """Each composition takes the next choice of several groups.
 
-    One composition takes a tenth of a second. A model brings its data.
+    One composition takes a tenth of a second. A model brings the data of its name.
     """
     offered = groups()
+    offered["data"] = [name for name in offered["data"] if name not in MODELS]
     for turn in range(max(len(offered[group]) for group in together)):
         chosen = {group: offered[group][turn % len(offered[group])] for group in together}
         config = compose(*(f"{group}={choice}" for group, choice in chosen.items()))
+        if "model" in chosen:
+            chosen["data"] = chosen["model"]
         for group, choice in chosen.items():
             for name, leaf in targets(OmegaConf.to_container(config[group], resolve=False), name=group):
                 arguments = {
@@ -220,20 +223,21 @@ def test_hardware_decides_how_the_34m_model_cuts_its_batch_of_32(hardware, rows,
 
 
 @pytest.mark.parametrize(
-    ("hardware", "rows", "workers", "pin_memory"),
+    ("hardware", "rows", "pin_memory"),
     [
-        ("mps", 64, 4, False),
-        ("cuda", 32, 2, "auto"),
-        ("rocm", 32, 2, "auto"),
-        ("dgx_spark", 32, 2, False),
-        ("jetson", 32, 0, False),
-        ("cpu", 16, 0, False),
+        ("mps", 64, False),
+        ("cuda", 32, "auto"),
+        ("rocm", 32, "auto"),
+        ("dgx_spark", 32, False),
+        ("jetson", 32, False),
+        ("cpu", 16, False),
     ],
 )
-def test_hardware_decides_rows_and_loader_processes_of_the_classifier(hardware, rows, workers, pin_memory):
+def test_hardware_decides_rows_and_pinning_of_the_classifier(hardware, rows, pin_memory):
     config = compose("data=classifier", f"hardware={hardware}", f"platform=classifier/{hardware}")
 
-    assert (config.data.batch_size, config.data.num_workers, config.data.pin_memory) == (rows, workers, pin_memory)
+    assert (config.data.batch_size, config.data.pin_memory) == (rows, pin_memory)
+    assert config.data.num_workers == "auto"  # decided once, for doctor, plan and run
 
 
 def test_the_command_line_beats_the_rows_of_the_classifier_and_memory_does_not():
@@ -307,15 +311,21 @@ def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused
     ],
 )
 def test_a_model_brings_its_own_callbacks(model, own):
-    default, plain, graphs, left_out = (
-        composed([f"model={model}", *more]).config.callbacks
-        for more in ([], ["callbacks=default"], ["callbacks=graphs"], ["~model_callbacks"])
-    )
+    default, left_out = (composed([f"model={model}", *more]).config.callbacks for more in ([], ["~model_callbacks"]))
 
     assert set(default) - set(left_out) == own
+    assert (default.checkpoint.monitor == "val/loss") == (not own - {"compression"})
+
+
+@pytest.mark.parametrize("model", some(MODELS, "gearhead", "classifier-tiny"))
+def test_a_models_callbacks_are_those_of_the_default_and_stay_beside_cuda_graphs(model):
+    default, plain, graphs = (
+        composed([f"model={model}", *more]).config.callbacks
+        for more in ([], ["callbacks=default"], ["callbacks=graphs"])
+    )
+
     assert default == plain
     assert set(graphs) - set(default) == {"cuda_graphs"}
-    assert (default.checkpoint.monitor == "val/loss") == (not own - {"compression"})
 
 
 def test_callbacks_named_beside_their_model_are_the_same():

@@ -11,13 +11,15 @@ from rich.console import Console
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.screen import show_note, show_start
 from lightning_unified.hardware import HardwareSettings, read, resolve_budget
+from lightning_unified.hardware.loader_workers import LoaderWorkers
 from lightning_unified.precision import MixedPrecision
 from lightning_unified.terminal import labelled
 
 
 def shown(capsys, *, plugin, data, given=()):
     reading = read("cpu")
-    machine = Machine(reading=reading, settings=HardwareSettings())
+    workers = LoaderWorkers(count=2, reason="two share 16.00 GiB with the model")
+    machine = Machine(reading=reading, settings=HardwareSettings(), workers=workers)
     strategy = SimpleNamespace(root_device=torch.device("mps"), budget=resolve_budget("1GiB", reading))
     module = torch.nn.Linear(2, 3)
     module.trainer = SimpleNamespace(strategy=strategy, world_size=1, precision_plugin=plugin)
@@ -55,6 +57,13 @@ def test_rows_loader_processes_and_pinning_are_those_of_the_data(capsys):
     assert lines["budget"].startswith("1.00 GiB (1GiB): as written, of the pool of cpu")
     assert lines["device"].startswith(f"mps ({read('cpu').name}), ")
     assert lines["run"].startswith("net, seed 3, all settings in")
+
+
+def test_the_number_of_loader_processes_comes_with_its_reason(capsys):
+    data = {"batch_size": 64, "num_workers": 2, "start_method": "spawn", "pin_memory": False}
+    said = shown(capsys, plugin=precision.Precision(), data=data)["loading"]
+
+    assert said.startswith("2 worker processes, by spawn, pin memory off (two share 16.00 GiB")
 
 
 def test_the_start_is_short_with_many_overrides_on_a_narrow_terminal(capsys, monkeypatch):

@@ -8,9 +8,13 @@ import json
 
 import pytest
 
+from lightning_unified.cli.config.composition import composed, searching
+from lightning_unified.cli.doctor import diagnose
 from lightning_unified.cli.doctor import main as doctor
 from lightning_unified.cli.main import main
-from lightning_unified.hardware.simulated import PROFILES
+from lightning_unified.cli.plan.target_machine import target_of
+from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
+from tests.cli.conftest import CONF
 from tests.support.lanes import slow
 
 
@@ -80,6 +84,17 @@ def test_doctor_looks_at_a_simulated_machine(name, capsys):
     assert diagnosis["hardware"] == PROFILES[name].hardware
     assert diagnosis["reading"]["name"].endswith(f"(simulated {name})")
     assert diagnosis["reading"]["total"]["source"].startswith(f"simulated {name}: ")
+
+
+@pytest.mark.parametrize(("data", "key"), [("builtin", "texts"), ("wordle", "wordle")])
+def test_doctor_and_plan_agree_on_the_loader_processes_of_a_mac(data, key):
+    machine = SimulatedMachine("m5-32gb")
+    said = next(one for name, one in diagnose(sources=machine.sources).workers.items() if name.startswith(key))
+    with searching(CONF):
+        planned = target_of(composed([f"data={data}", "hardware=mps"]).config, "m5-32gb").workers
+
+    assert planned == said
+    assert said.count == {"builtin": 0, "wordle": 4}[data]
 
 
 def test_doctor_refuses_a_machine_it_does_not_know(capsys):

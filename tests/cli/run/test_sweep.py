@@ -10,6 +10,7 @@ from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.cli.config.composition import composed, searching
 from lightning_unified.cli.config.sweeper import direction_of, drawn
 from lightning_unified.cli.run.result import objective_of
+from tests.support import ROOT
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_sweep_optimises_the_metric_that_decides_the_best_checkpoint(mode, bes
 
 
 def test_models_judged_by_a_score_name_it_for_sweeps():
-    with searching("pkg://lightning_unified.conf"):
+    with searching(str(ROOT / "conf")):
         named = {
             model: composed([f"model={model}", f"callbacks={callbacks}"]).config.callbacks.checkpoint
             for model, callbacks in (("classifier", "classifier"), ("wordle", "wordle"))

@@ -5,6 +5,7 @@ import pytest
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.units import MIB
 
 
@@ -55,5 +56,15 @@ def test_memory_of_single_mappings_is_available_again_once_freed():
     events += [Take(3, 120 * 1024, "activations"), Give(2), Give(3)]
     step = Trace(events=tuple(events), rows=1, parts=1, backend="cpu")
 
-    assert fits_within(step, MIB + 200 * 1024, mmap_threshold=64 * 1024)
+    assert fits_within(step, MIB + 200 * 1024, settings=AllocatorSettings(mmap_threshold=64 * 1024))
     assert not fits_within(step, MIB + 200 * 1024)
+
+
+@pytest.mark.parametrize(("version", "fits"), [((2, 13), False), ((2, 14), True)])
+def test_free_neighbours_on_a_mac_fit_a_larger_block_since_torch_2_14(version, fits):
+    events = [Take(0, MIB, "weights"), Work("mm", "forward")]
+    events += [Take(number, 7 * MIB, "activations") for number in range(1, 5)]
+    events += [Give(1), Give(2), Take(5, 9 * MIB, "activations"), Take(6, 5 * MIB, "activations")]
+    step = Trace(events=tuple(events), rows=1, parts=1, backend="mps")
+
+    assert fits_within(step, 49 * MIB, settings=AllocatorSettings(torch_version=version)) is fits

@@ -12,11 +12,13 @@ from lightning_unified.cost_model.prediction import summarise
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
-from lightning_unified.hardware.allocators.pools import CudaSegments, MetalHeaps
+from lightning_unified.hardware.allocators.metal import MetalHeaps, PlacementHeaps
+from lightning_unified.hardware.allocators.pools import CudaSegments
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from tests.support.allocation_replay import replay
 
 KIB, MIB = 2**10, 2**20
-POOLS = (CudaSegments, ExpandableSegments, MetalHeaps, HostHeap)
+POOLS = (CudaSegments, ExpandableSegments, MetalHeaps, PlacementHeaps, HostHeap)
 
 
 def take(pools, size):
@@ -86,6 +88,16 @@ def test_the_gradients_of_a_step_become_those_of_the_step_before():
         Take(1, 8 * MIB, "gradients"),
     ]
     assert allocator_peak(Trace(events=tuple(events), rows=2, backend="mps")).allocated == 8 * MIB
+
+
+@pytest.mark.parametrize(("version", "reserved"), [((2, 13), 64 * MIB), ((2, 14), 32 * MIB)])
+def test_torchs_version_decides_what_a_mac_reserves(version, reserved):
+    """Two freed blocks of 6 MiB lie side by side; only the newer allocator makes one of 9 MiB of them."""
+    events = [Take(number, 6 * MIB, "activations") for number in range(5)]
+    events += [Give(1), Give(2), Take(5, 9 * MIB, "activations")]
+    trace = Trace(events=(Work("a", "forward"), *events), rows=2, backend="mps")
+
+    assert reserved_bytes(trace, settings=AllocatorSettings(torch_version=version)) == reserved
 
 
 def test_optimizer_state_is_taken_out_of_what_the_first_step_left():
@@ -223,8 +235,11 @@ def test_under_a_fixed_threshold_every_large_tensor_is_mapped_alone():
 
 def test_a_process_grows_by_little_more_than_its_tensors_under_a_fixed_threshold(made):
     trace = made(rows=100, backend="cpu")
-    assert peak(trace, rounding=1).bytes <= reserved_bytes(trace, mmap_threshold=64 * KIB)
-    assert reserved_bytes(trace, mmap_threshold=64 * KIB) < 1.02 * peak(trace, rounding=1).bytes
+    assert peak(trace, rounding=1).bytes <= reserved_bytes(trace, settings=AllocatorSettings(mmap_threshold=64 * KIB))
+    assert (
+        reserved_bytes(trace, settings=AllocatorSettings(mmap_threshold=64 * KIB))
+        < 1.02 * peak(trace, rounding=1).bytes
+    )
 
 
 def recorded(*entries):

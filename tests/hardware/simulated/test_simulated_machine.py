@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,15 @@ MIB, GIB = 2**20, 2**30
 NAMES = (
     "m1-8gb",
     "m2-16gb",
+    "m3-24gb",
+    "m3-max-64gb",
+    "m2-max-96gb",
+    "m4-max-128gb",
+    "m5-max-128gb",
     "m4-pro-48gb",
     "m5-32gb",
+    "jetson-orin-64gb",
+    "jetson-thor-128gb",
     "gb10-128gb",
     "strix-halo-128gb",
     "rtx3060-12gb",
@@ -40,12 +48,13 @@ NAMES = (
     "h200",
 )
 MACS = tuple(name for name in NAMES if name.startswith("m"))
-SINCE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+MACHINES = [(name, version) for name in NAMES for version in (("2.13.0", "2.14.1") if name in MACS else ("2.13.0",))]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=MACHINES, ids="-".join)
 def machine(request):
-    return SimulatedMachine(request.param)
+    name, version = request.param
+    return SimulatedMachine(name, torch_version=version)
 
 
 def test_the_machines_are_those_of_the_documentation():
@@ -102,13 +111,10 @@ def test_what_a_run_allocates_shows_in_every_figure(machine):
     assert (before.allocated.bytes, after.allocated.bytes) == (0, 0)
     assert during.reserved.bytes > before.reserved.bytes
     assert during.available.bytes <= before.available.bytes  # cached blocks of a heap can still be had
-    if machine.profile.backend != "mps" or SINCE_2_13:
-        assert after.peak.bytes == 64 * MIB
+    assert after.peak.bytes == 64 * MIB
 
 
 def test_the_peak_is_read_and_set_back(machine):
-    if machine.profile.backend == "mps" and not SINCE_2_13:
-        pytest.skip("torch has no peak on MPS before 2.13, and the simulation none either")
     with machine.active():
         torch.empty(MIB, dtype=torch.uint8)
     peak = read_peak(machine.device, sources=machine.sources)
@@ -118,9 +124,19 @@ def test_the_peak_is_read_and_set_back(machine):
     assert read_peak(machine.device, sources=machine.sources).bytes == 0
 
 
-def test_with_a_torch_whose_metal_counts_no_peak_neither_does_the_simulation(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    machine = SimulatedMachine("m2-16gb")
+def test_a_machine_has_the_torch_it_is_given_else_the_installed_one():
+    given = SimulatedMachine("m2-16gb", torch_version="2.14.1")
+    restored = pickle.loads(pickle.dumps(given))
+
+    assert [each.sources.torch.__version__ for each in (given, restored)] == ["2.14.1", "2.14.1"]
+    assert restored.allocator.allocate(MIB + 1).size == MIB + 32 * 1024  # as torch 2.14 rounds
+    assert SimulatedMachine("m2-16gb").sources.torch.__version__ == torch.__version__
+    with pytest.raises(HardwareError, match=r"torch_version='new' is not a version of torch; write it as in '2\.14'"):
+        SimulatedMachine("m2-16gb", torch_version="new")
+
+
+def test_with_a_torch_whose_metal_counts_no_peak_neither_does_the_simulation():
+    machine = SimulatedMachine("m2-16gb", torch_version="2.12.1")
     with machine.active():
         torch.empty(MIB, dtype=torch.uint8)
     peak = machine.reading().peak
@@ -215,9 +231,8 @@ def test_the_watermarks_reach_metals_allocator_in_the_order_it_needs(name):
     assert "too late" in too_late.reason
 
 
-@pytest.mark.skipif(not SINCE_2_13, reason="torch reads the share from 2.13 on")
 def test_a_gb10_is_capped_before_its_allocator_exists():
-    machine = SimulatedMachine("gb10-128gb")
+    machine = SimulatedMachine("gb10-128gb", torch_version="2.13.0")  # the first that reads the share
     written = prepare_allocators("50%", sources=machine.sources)
 
     assert written.applied

@@ -44,7 +44,7 @@ def test_the_sample_has_some_of_each_kind_and_most_of_them_strike(record):
     found, _ = record
     totals = found["totals"]
 
-    assert len(totals) == 18
+    assert len(totals) == 19
     assert totals["all"]["never struck"] < totals["all"]["runs"] / 3
     assert totals["all"]["recoveries"] > 0
     assert totals["all"]["resumed"] > 0

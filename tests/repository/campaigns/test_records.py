@@ -58,3 +58,14 @@ def test_the_record_of_pressure_has_enough_runs_that_all_learn_the_same():
     assert all(run["sound"] for run in runs)
     assert {run["difference"] for run in runs} == {0.0}
     assert {run["steps_lost"] for run in runs} == {0}
+
+
+def test_the_page_on_weights_tells_what_the_record_says():
+    found = json.loads((ROOT / "benchmarks" / "weight_files" / "memory.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "explanation" / "weight_files.md").read_text(encoding="utf-8")
+    ours = [run for run in found["runs"] if run["way"] in {"pretrained", "inference", "resume", "save"}]
+
+    assert {run["limited"] for run in ours} == {"yes"}
+    assert max(run["peak"] for run in ours) < 1.1
+    for run in found["runs"]:
+        assert f"| {run['peak']:.2f} | {run['limited']} |" in page, run["way"]

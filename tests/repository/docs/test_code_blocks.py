@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from tests.repository.docs.blocks import PAGES, blocks, blocks_of
 from tests.repository.docs.commands import commands_of, problem_of
 
 PYTHON_PAGES = sorted({block.page for block in blocks("python")})
+EXTRAS = {"peft", "transformers"}
 LANGUAGES = {"python", "bash", "text", "json", "yaml", "diff", "toml"}
 
 
@@ -25,6 +27,21 @@ def test_every_block_names_a_language():
     assert unnamed == [], f"a fenced block needs one of {', '.join(sorted(LANGUAGES))}"
 
 
+@contextmanager
+def skipped_without_extras():
+    """Skip a page whose packages or data files belong to an extra that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        pytest.skip(f"{error.name} is not installed")
+    except FileNotFoundError as error:
+        if "requirements-data.txt" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -37,7 +54,8 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
             exec(compile(block.setup, f"setup of {block.place}", "exec"), names)
             code = compile(block.code, block.place, "exec")
             if not block.not_run:
-                exec(code, names)
+                with skipped_without_extras():
+                    exec(code, names)
     for name in [name for name in names if name.startswith("test_")]:  # a page shows tests with the plugin's fixture
         names[name](budgeted)
 

@@ -1,5 +1,6 @@
 """The examples of docs/reference/micro_batches.md run, and train as the whole batch does."""
 
+import contextlib
 import copy
 import re
 import warnings
@@ -18,16 +19,16 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"),
 INEXACT = {"Norm", "Unchecked"}  # the user accepts a difference
 
 
-@pytest.fixture
-def page(tmp_path, monkeypatch):
-    """The names that the first block defines.
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The names that the page defines, once all its examples have run.
 
     `trained` has each module that was split, beside its copy trained whole.
     """
-    monkeypatch.chdir(tmp_path)
     names = {"__name__": "page", "trained": []}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.chdir(tmp_path_factory.mktemp("page")):
         warnings.simplefilter("ignore")
+        torch.manual_seed(0)
         exec(compile(BLOCKS[0], f"{PAGE}: shared code", "exec"), names)
         train = names["train"]
 
@@ -40,13 +41,12 @@ def page(tmp_path, monkeypatch):
             return strategy
 
         names["train"] = both
-        yield names
+        for number, block in enumerate(BLOCKS[1:], 2):
+            exec(compile(block, f"{PAGE}: example {number}", "exec"), names)
+        yield {**names, "train": train}
 
 
 def test_every_example_runs_and_trains_as_the_whole_batch(page):
-    for number, block in enumerate(BLOCKS[1:], 2):
-        exec(compile(block, f"{PAGE}: example {number}", "exec"), page)
-
     assert len(page["trained"]) >= len(BLOCKS) - 4
     for split, whole, strategy in page["trained"]:
         differs = any(
@@ -57,10 +57,7 @@ def test_every_example_runs_and_trains_as_the_whole_batch(page):
 
 
 def test_without_its_rules_an_example_is_refused(page):
-    for block in BLOCKS[1:]:
-        exec(compile(block, str(PAGE), "exec"), page)
     examples = [page[name] for name in ("ClassWeighted", "Groups", "Contrastive", "Norm", "Unchecked", "Theirs")]
-    page["trained"].clear()
     loader = page["batches"](x=page["x"], y=page["y"], weight=torch.rand(64))
     for kind in examples:
         with pytest.raises(SplitError):
@@ -71,8 +68,6 @@ def test_without_its_rules_an_example_is_refused(page):
 
 
 def test_a_merge_rule_gives_the_whole_batchs_log(page):
-    for block in BLOCKS[1:]:
-        exec(compile(block, str(PAGE), "exec"), page)
     figures = []
     for size in (4, "auto"):
         torch.manual_seed(0)

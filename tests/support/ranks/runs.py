@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError, LightningUnifiedError
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import StepSpec
@@ -386,7 +387,7 @@ def _short() -> int:
     """
     module = net(Blocks)
     batch = next(iter(module.train_dataloader()))
-    counted = CountedMemory(reduction_bytes=MIB, mmap_threshold=MAPPED)
+    counted = CountedMemory(reduction_bytes=MIB, allocator=AllocatorSettings(mmap_threshold=MAPPED))
     planner = Planner(StepTraces(StepSpec(module=module, batch=batch), counted=counted))
 
     def needed(blocks: Any, rows: int) -> int:

@@ -135,14 +135,14 @@ SLOW = [("blocks", "aot_eager"), ("whole", "aot_eager"), ("whole", "inductor"), 
 def test_a_compiled_module_trains_as_a_plain_one_in_every_way(kind, backend, plain, tmp_path):
     first = compiled(kind, backend)
     given = [dict(vars(one)) for one in first.net.modules()]
-    strategy = UnifiedStrategy(budget="1GiB", recompute=True)
+    strategy = UnifiedStrategy(budget="4GiB", recompute=True)
     saved = tmp_path / "last.ckpt"
     fit(first, strategy).save_checkpoint(saved)
     assert strategy.policy.recoveries == 1
     assert [dict(vars(one)) for one in first.net.modules()] == given
 
     second = compiled(kind, backend)
-    trainer = fit(second, UnifiedStrategy(budget="1GiB", micro_batch_size=3), epochs=2, ckpt_path=saved)
+    trainer = fit(second, UnifiedStrategy(budget="4GiB", micro_batch_size=3), epochs=2, ckpt_path=saved)
     check(second, trainer, plain)
 
 
@@ -151,7 +151,7 @@ def test_a_compiled_module_trains_as_a_plain_one_in_every_way(kind, backend, pla
 def test_the_memory_option_compiles_for_the_fit_only(what, plain, tmp_path):
     torch.compiler.reset()
     module = Module(room=4)
-    strategy = UnifiedStrategy(budget="1GiB", compile=what, recompute=True)
+    strategy = UnifiedStrategy(budget="4GiB", compile=what, recompute=True)
     trainer = fit(module, strategy, epochs=2)
     check(module, trainer, plain)
     assert strategy.policy.recoveries == 1

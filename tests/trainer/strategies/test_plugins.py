@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCh
 
 from lightning_unified import AtomicCheckpointIO, RunCheckpoint, UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import CheckpointError
+from lightning_unified.weight_files.mapped import is_mapped
 
 KINDS = pytest.mark.parametrize("kind", [UnifiedStrategy, UnifiedDDPStrategy])
 
@@ -21,6 +22,37 @@ def trainer_of(tmp_path=None, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     defaults = {"devices": 1, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     return L.Trainer(default_root_dir=tmp_path, **{**quiet, **defaults, **options})
+
+
+class Adam(BoringModel):
+    """Has optimizer state, and notes which tensors lie in the checkpoint's file."""
+
+    assigns = False
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        self.given = [is_mapped(one) for one in state_dict.values()]
+        return super().load_state_dict(state_dict, strict, assign=self.assigns)
+
+    def on_train_start(self):
+        states = [one for state in self.optimizers().optimizer.state.values() for one in state.values()]
+        self.mapped = [is_mapped(one.data) for one in (*self.parameters(), *states)]
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_resumed_run_holds_no_tensor_in_the_checkpoints_file(tmp_path, assigns):
+    first, resumed = Adam(), Adam()
+    resumed.assigns = assigns
+    trainer = trainer_of(tmp_path, strategy=UnifiedStrategy(), max_epochs=1)
+    trainer.fit(first)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer_of(tmp_path, strategy=UnifiedStrategy(), max_epochs=2).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+
+    assert all(resumed.given)
+    assert len(resumed.mapped) == 8  # two parameters, and three entries of state for each
+    assert not any(resumed.mapped)
 
 
 class Noting(CheckpointIO):

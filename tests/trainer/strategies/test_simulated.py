@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
@@ -70,15 +71,20 @@ def undivided():
 
 
 @pytest.mark.parametrize(
-    ("machine", "budget", "words"),
+    ("machine", "version", "budget", "words"),
     [
-        ("m2-16gb", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
-        ("rtx3060-12gb", "40MiB", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."),
-        slow("rx6750xt-12gb", "40MiB", "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB."),
-        slow("gb10-128gb", "40MiB", "OutOfMemoryError: CUDA out of memory."),
+        ("m2-16gb", "2.13.0", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
+        ("m2-16gb", "2.14.1", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
+        ("rtx3060-12gb", None, "40MiB", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."),
+        slow("rx6750xt-12gb", None, "40MiB", "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB."),
+        slow("gb10-128gb", None, "40MiB", "OutOfMemoryError: CUDA out of memory."),
     ],
 )
-def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(machine, budget, words, undivided, caplog):
+def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(
+    machine, version, budget, words, undivided, caplog, monkeypatch
+):
+    if version is not None:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     strategy = UnifiedStrategy(simulate=machine, budget=budget, predict=False)
     with caplog.at_level("WARNING", logger="lightning_unified"):
         module = fit(strategy)

@@ -1,5 +1,6 @@
 """`Trainer(strategy="unified")` as a user meets it: any module, one line, a budget."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -13,11 +14,10 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_unified import MicroBatchRules, UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy, _registration
 from lightning_unified.errors import BudgetError, ConfigurationError
 from lightning_unified.hardware import Figure
 from lightning_unified.step.split import BatchShape
-from tests.support.lanes import slow
 
 QUIET = {
     "logger": False,
@@ -32,8 +32,37 @@ def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.fixture
+def lightning_strategies(monkeypatch):
+    """The name of Lightning's strategies, which are imported anew during the test; ours are not among them yet."""
+    name = "lightning.pytorch.strategies"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("lightning.pytorch.strategies", sys)  # restored afterwards; the import sets it
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    return name
+
+
+def test_the_names_are_registered_after_lightnings_import(lightning_strategies):
+    imported = importlib.import_module(lightning_strategies)
+    before = set(imported.StrategyRegistry)
+    _registration.register()
+
+    assert "unified" not in before
+    assert {"unified", "unified_ddp", "unified_ddp_spawn"} <= set(imported.StrategyRegistry)
+
+
+def test_the_names_are_registered_before_lightnings_import(lightning_strategies):
+    finders = list(sys.meta_path)
+    _registration.register()
+    imported = importlib.import_module(lightning_strategies)
+
+    assert {"unified", "unified_ddp", "unified_ddp_spawn"} <= set(imported.StrategyRegistry)
+    assert sys.meta_path == finders
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "order", ["import lightning as L, lightning_unified", slow("import lightning_unified, lightning as L")]
+    "order", ["import lightning as L, lightning_unified", "import lightning_unified, lightning as L"]
 )
 def test_the_name_is_registered_in_either_import_order(order):
     result = python(

@@ -43,6 +43,7 @@ _ALTERNATIVE = (
     ("precision", "precision", ""),
     ("optimizer_kernel", "optimizer", ""),
     ("loss_chunk", "loss chunk", ""),
+    ("attention", "attention", ""),
     ("peak_bytes", "peak", "bytes"),
     ("reserved_bytes", "reserved", "bytes"),
     ("seconds", "a step", "seconds"),

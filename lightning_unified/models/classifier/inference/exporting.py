@@ -111,7 +111,9 @@ def _plain_copy(module: TextClassifier) -> Any:
         "labels": module.network.labels,
     }
     copy = TextClassifier(**{**hparams, "encoder": None, "recompute": False})
-    copy.network.load_state_dict({name: value.cpu() for name, value in module.network.state_dict().items()})
+    own = copy.network.state_dict()
+    for name, value in module.network.state_dict().items():  # one by one: no second copy on the way to the CPU
+        own[name].copy_(value)
     model = merged(copy.network.model).eval().float()
     model.config.id2label = dict(enumerate(module.label_names))
     model.config.label2id = {name: index for index, name in enumerate(module.label_names)}

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unified.models.decoder_sizes import DecoderSizes
-from lightning_unified.models.pretrained.gguf import converted, without_progress_bars
+from lightning_unified.models.pretrained.gguf import converted
 from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
 from lightning_unified.models.pretrained.source import require
+from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
 
@@ -102,10 +103,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def _loaded(name: str) -> Any:
     folder = converted(name)
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
-    with without_progress_bars():
-        return AutoModel.from_pretrained(folder, dtype=torch.float32).train()
+    with without_values():
+        model = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    # the file holds a causal model, whose base model has a prefix there
+    lacking = load_weights(model, folder, dtype=torch.float32, names_of=lambda stored: (stored.removeprefix("model."),))
+    check_complete(lacking, model=model, folder=folder)
+    return model.train()
 
 
 def _empty(config: DecoderSizes) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_unified.models.choices import check_numbers
 from lightning_unified.models.compressor.network.codec import Codec, keep_top
 from lightning_unified.models.compressor.objective import estimators as objectives
-from lightning_unified.nn.relaxed_bernoulli import hard_bernoulli, relaxed_bernoulli
+from lightning_unified.models.compressor.objective.relaxed_bernoulli import hard_bernoulli, relaxed_bernoulli
 
 __all__ = ["JointLoss"]
 

@@ -67,6 +67,8 @@ class WordleData(ResumableData):
         FileNotFoundError: If words or tokenizer are not there.
     """
 
+    batch_work = "compute"  # the games of a round of traces are played while its batch is made
+
     def __init__(
         self,
         *,

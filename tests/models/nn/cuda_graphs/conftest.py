@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.gradient_buffer import differentiate
 from lightning_unified.nn.cuda_graphs.recording import _TENSOR, Recording
+from tests.support.modules.recorded import Net
 
 
 @pytest.fixture
@@ -89,3 +90,8 @@ def record(network, call, *, buffer, written, pool):
             to.copy_(one)
 
     return recording
+
+
+@pytest.fixture
+def net():
+    return Net()

@@ -57,10 +57,9 @@ def fit(strategy, *, kind=Deep, lengths=(128, 128), rows=32, validation_rows=Non
         accelerator="cpu",
         strategy=strategy,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **({"max_epochs": 1} | options),
+        **({"max_epochs": 1, "enable_checkpointing": False} | options),
     )
     validation = None if validation_rows is None else DataLoader(Batches(validation_rows, lengths), batch_size=None)
     trainer.fit(module, DataLoader(Batches(rows, lengths), batch_size=None), validation)

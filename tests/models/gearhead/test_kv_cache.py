@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unified.nn.kv_cache import KVCache
+from lightning_unified.models.gearhead.kv_cache import KVCache
 
 
 def _cache():

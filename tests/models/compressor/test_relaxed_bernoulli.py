@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unified.nn.relaxed_bernoulli import hard_bernoulli, relaxed_bernoulli
+from lightning_unified.models.compressor.objective.relaxed_bernoulli import hard_bernoulli, relaxed_bernoulli
 
 DRAWS = 200_000
 

@@ -1,0 +1,1 @@
+"""Memory of loading and saving weights, the page cache counted."""

@@ -1,0 +1,91 @@
+"""Model MPS's allocator of torch 2.11 to 2.13: Metal places the blocks, a freed block is reused whole."""
+
+from lightning_unified.hardware.allocators.metal.limits import MetalLimits
+from lightning_unified.hardware.allocators.metal.sizes import aligned, heap_size, is_small
+from lightning_unified.hardware.allocators.pools import Block, Freed, Home
+from lightning_unified.units import MIB
+
+__all__ = ["MetalHeaps"]
+
+
+class MetalHeaps:
+    """MPS's allocator until torch 2.13: blocks in the heaps of `sizes.py`, placed by Metal.
+
+    A freed block is reused whole if it exceeds the request by at most 32 MiB; a larger one is returned to its heap. Short of
+    memory, the model returns all unused blocks; torch returns the ones that were unused for longest.
+
+    Source:
+        torch's MPSAllocator.h and MPSAllocator.mm: size classes, `get_free_buffer`, `createHeapBlock`, `alloc_buffer_block`.
+    """
+
+    _OVERSIZE = 32 * MIB
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._placed = 0
+        self._heaps: list[Home] = []
+        self._freed = {True: Freed(), False: Freed()}
+
+    def rounded(self, size: int) -> int:
+        return aligned(size)
+
+    def take(self, size: int, limits: MetalLimits) -> Block | None:
+        """Return a block within the watermarks, reused or new; None if memory is out."""
+        pressed = not is_small(size) and limits.are_near(self.reserved)
+        block = self.reuse(size) if limits.allow(size, reserved=self.reserved) else None
+        if block is not None:
+            return block
+        if not pressed and limits.allow(size, reserved=self.reserved):
+            return self.place(size, pressed=False)
+        self.release()
+        return self.place(size, pressed=pressed) if limits.allow(size, reserved=self.reserved) else None
+
+    def reuse(self, size: int) -> Block | None:
+        freed = self._freed[is_small(size)]
+        block = freed.smallest(size)
+        if block is None:
+            return None
+        if block.size > size + self._OVERSIZE:
+            if self._heap_with_room(size) is None:
+                self._release(block, keep_heap=True)
+            return None
+        freed.discard(block)
+        block.used = True
+        return block
+
+    def growth(self, size: int, *, pressed: bool) -> int:
+        return 0 if self._heap_with_room(size) is not None else heap_size(size, pressed=pressed)
+
+    def place(self, size: int, *, pressed: bool) -> Block:
+        heap = self._heap_with_room(size)
+        if heap is None:
+            heap = Home(heap_size(size, pressed=pressed), small=is_small(size))
+            self._heaps.append(heap)
+            self.reserved += heap.size
+        heap.room -= size
+        heap.blocks += 1
+        self._placed += 1
+        return Block(size, heap, self._placed)
+
+    def give_back(self, block: Block) -> None:
+        block.used = False
+        self._freed[block.home.small].add(block)
+
+    def release(self) -> None:
+        for freed in self._freed.values():
+            for block in list(freed.blocks):
+                self._release(block)
+
+    def _release(self, block: Block, *, keep_heap: bool = False) -> None:
+        heap = block.home
+        self._freed[heap.small].discard(block)
+        heap.room += block.size
+        heap.blocks -= 1
+        if heap.blocks == 0 and not keep_heap:
+            self._heaps.remove(heap)
+            self.reserved -= heap.size
+
+    def _heap_with_room(self, size: int) -> Home | None:
+        small = is_small(size)
+        fitting = (heap for heap in self._heaps if heap.small is small and heap.room >= size)
+        return min(fitting, key=lambda heap: heap.room, default=None)

@@ -1,0 +1,115 @@
+"""Replace torch's attention by attention in chunks, under every loaded name, until it is removed."""
+
+import logging
+import sys
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_unified.nn.attention.function import TORCHS, attention_or_none
+
+__all__ = ["ChunkedAttention", "attends_by_itself", "is_replaced"]
+
+log = logging.getLogger("lightning_unified")
+
+# modules that keep torch's function: this package, and torch's own table, in which modes and tensor subclasses look it up
+_LEFT = (__name__.rpartition(".")[0], "torch._C")
+_active: list["ChunkedAttention"] = []
+
+
+def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention in chunks in training, and as torch does otherwise."""
+    if not _active:
+        return TORCHS(*args, **kwargs)  # a copy of the name that was made meanwhile
+    result = attention_or_none(*args, **kwargs)
+    if result is None:
+        return TORCHS(*args, **kwargs)
+    _active[-1].calls += 1
+    return result
+
+
+# an object that holds the function is then pickled with the name of torch's
+scaled_dot_product_attention.__module__ = "torch.nn.functional"
+
+
+class ChunkedAttention:
+    """Attention in chunks of queries in place of torch's function, from construction until `remove`.
+
+    Replaced are the names of loaded modules, the entries of their dictionaries, registries of transformers included, and the attributes
+    of the modules inside `module`. Names that are made while it is active are restored too.
+
+    Args:
+        module: The module that trains.
+
+    Attributes:
+        calls: Number of calls that were computed in chunks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls = 0
+        self._module: nn.Module | None = module
+        _active.append(self)
+        _replace(TORCHS, scaled_dot_product_attention, module)
+
+    def remove(self) -> None:
+        """Restore torch's function, unless it is replaced for another module too; a second call does nothing."""
+        module, self._module = self._module, None
+        if module is None:
+            return
+        _active.remove(self)
+        if not _active:
+            _replace(scaled_dot_product_attention, TORCHS, module)
+
+
+def is_replaced() -> bool:
+    """Return whether torch's attention is replaced now."""
+    return bool(_active)
+
+
+def attends_by_itself(module: nn.Module) -> list[str]:
+    """Return the modules that compute attention weights themselves, so that chunks do not reach them.
+
+    These are models of transformers with `attn_implementation="eager"`, and `nn.MultiheadAttention`, which returns its weights unless it is
+    called with `need_weights=False`. Torch's own transformer layers call it so.
+    """
+    found: list[str] = []
+    quiet = {
+        id(child)
+        for layer in module.modules()
+        if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+        for child in layer.children()
+    }
+    eager: tuple[str, ...] = ()
+    for name, child in module.named_modules():
+        config = getattr(child, "config", None)
+        if getattr(config, "_attn_implementation", None) == "eager":
+            if not any(name.startswith(outer) for outer in eager):
+                found.append(f'{name or type(child).__name__} (attn_implementation="eager")')
+                eager = (*eager, f"{name}." if name else "")
+        elif isinstance(child, nn.MultiheadAttention) and id(child) not in quiet:
+            found.append(f"{name} (nn.MultiheadAttention, unless need_weights=False)")
+    return found
+
+
+def _replace(before: Any, after: Any, module: nn.Module) -> None:
+    for holder in _holders(module):
+        for name in [name for name, value in holder.items() if value is before]:
+            holder[name] = after
+
+
+def _holders(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
+    """Yield the dictionaries that may hold the function."""
+    for loaded, each in list(sys.modules.items()):
+        names = getattr(each, "__dict__", None)
+        if not isinstance(names, dict) or loaded.startswith(_LEFT):
+            continue
+        yield names
+        for value in list(names.values()):
+            if type(value) is dict:
+                yield value
+            elif type(value).__name__ == "AttentionInterface":  # transformers: entries of the class, and of the object
+                yield from (vars(value)[slot] for slot in ("_local_mapping",) if slot in vars(value))
+                yield from (getattr(type(value), slot) for slot in ("_global_mapping",) if hasattr(type(value), slot))
+    for child in module.modules():
+        yield vars(child)

@@ -1,0 +1,99 @@
+"""Marks that a step counts on the device: a lost command buffer loses the marks in it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["Canary"]
+
+# Judgement: marks within a forward pass, and as many within a backward pass. A command buffer that holds an eighth of a pass
+# contains one. Each mark is one more kernel of a micro-batch.
+_MARKS = 8
+
+T = TypeVar("T")
+
+
+class Canary:
+    """A count on the device that the step increments, and the same count on the host.
+
+    A mark is one in-place addition, put into the stream between the step's own operations. torch has one stream for Metal, so a mark
+    lies in the command buffer of its neighbours. A buffer that is aborted runs none of its kernels; its marks are then missing from
+    the count on the device. Marks lie before and after each backward pass, after the forward passes of eight modules and after the
+    gradients of eight parameters, spread evenly in the order of registration, and on both sides of the optimizer's kernels. So the
+    opposite fault, in which the marks survive and other work is lost, needs a buffer that fits between two marks. Only the runtime's
+    message shows such a fault.
+
+    A value that depends on the results would not show more. Lost kernels leave in their outputs what the memory held before, which
+    is most often finite and plausible; and a loss that is not finite may be the module's own.
+
+    The count is never reset, because the reset could be lost with the marks.
+
+    Args:
+        module: The module to train. It gets hooks, which `close` removes. They do nothing while `is_active` is False, inside
+            compiled code and in copies of the module.
+        optimizers: The optimizers that write its weights; their hooks make the marks behind them.
+        device: The device that counts.
+
+    Attributes:
+        is_active: Whether modules, parameters and optimizers make marks: in a real step, not in a dry run.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
+        self.is_active = False
+        self._device = device
+        self.start_over()
+        leaves = [child for child in module.modules() if next(child.children(), None) is None]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        inside = _Mark(self._mark_inside)
+        self._hooks = [leaf.register_forward_hook(inside) for leaf in _spread(leaves)]
+        self._hooks += [parameter.register_post_accumulate_grad_hook(inside) for parameter in _spread(trained)]
+        # right behind the kernels: a hook or a logger that reads a number would end the command buffer before a later mark
+        self._hooks += [optimizer.register_step_post_hook(inside) for optimizer in optimizers]
+
+    def start_over(self) -> None:
+        """Count from zero in new memory, after a fault."""
+        self._count = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._expected = 0
+
+    def mark(self) -> None:
+        """Add one to the count."""
+        self._count.add_(1)
+        self._expected += 1
+
+    def missing(self) -> int:
+        """Return how many marks the device has lost, or any other number where the count is garbage; waits for the device."""
+        return self._expected - int(self._count.item())
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _mark_inside(self) -> None:
+        if self.is_active:
+            self.mark()
+
+
+class _Mark:
+    """A hook that makes a mark; in a copy of the module, and in another process, it does nothing."""
+
+    def __init__(self, mark: Callable[[], None] | None = None) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Mark, ()
+
+    def __call__(self, *_: Any) -> None:
+        # asked first: while Dynamo traces, nothing else of this function may be seen
+        if not torch.compiler.is_compiling() and self._mark is not None:
+            self._mark()
+
+
+def _spread(values: Sequence[T]) -> list[T]:
+    """Return at most `_MARKS` of the values, evenly spaced, the last among them."""
+    count = min(_MARKS, len(values))
+    return [values[(place + 1) * len(values) // count - 1] for place in range(count)]

@@ -1,0 +1,177 @@
+"""Gradients of replayed calls: where they are, and that they are those of eager calls.
+
+Python stands in for the replay and repeats the call.
+"""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
+from tests.support.modules.recorded import IDS, gradients, settle, step
+
+pytestmark = pytest.mark.usefixtures("graphs_by_python")
+
+
+def test_gradients_accumulate_over_replays(net):
+    RecordedCalls(net)
+    settle(net, IDS)
+    step(net)
+    once = gradients(net)
+    step(net)
+
+    assert torch.allclose(net.first.weight.grad, 2 * once["first.weight"])
+
+
+def storages(tensors):
+    return {one.untyped_storage().data_ptr() for one in tensors if one is not None}
+
+
+def test_gradients_are_where_they_were_recorded_to_go(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    for _ in range(2):  # as parts of a batch
+        step(net)
+
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+
+
+@pytest.mark.parametrize("kept_as", ["gradients", "values", "one of them", "hooked"])
+def test_gradients_that_somebody_keeps_are_not_written_over(net, kept_as):
+    plain = copy.deepcopy(net)
+    RecordedCalls(net)
+    settle(net, IDS)
+    step(net)
+    kept = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
+    values = {name: one.clone() for name, one in kept.items()}
+    if kept_as == "values":  # as a window of batches has them set aside
+        net.zero_grad()
+    if kept_as == "one of them":
+        net.first.weight.grad = None
+    if kept_as == "hooked":
+        net.first.weight.register_hook(lambda grad: grad * 1)
+    step(net, IDS + 3)
+
+    for ids, zeroed in ((IDS, kept_as == "values"), (IDS + 3, False)):
+        step(plain, ids)
+        if zeroed:
+            plain.zero_grad()
+        elif kept_as == "one of them" and ids is IDS:
+            plain.first.weight.grad = None
+    for name, one in plain.named_parameters():
+        if one.grad is not None:
+            torch.testing.assert_close(net.get_parameter(name).grad, one.grad)
+    if kept_as in {"values", "one of them"}:
+        assert torch.equal(kept["first.weight"], values["first.weight"])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_begin_at_nothing_after_they_are_zeroed(net, set_to_none):
+    RecordedCalls(net)
+    settle(net, IDS)
+    step(net)
+    once = gradients(net)
+    net.zero_grad(set_to_none=set_to_none)
+    step(net)
+
+    assert all(torch.equal(one, gradients(net)[name]) for name, one in once.items() if one is not None)
+
+
+def test_replays_and_eager_calls_add_to_the_same_gradients(net):
+    plain = copy.deepcopy(net)
+    RecordedCalls(net)
+    settle(net, IDS)
+    for one in (net, plain):
+        for ids in (IDS, IDS[:2], IDS):  # the second is new, and runs eagerly
+            step(one, ids)
+
+    ours, theirs = gradients(net), gradients(plain)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in ours if theirs[name] is not None)
+
+
+def test_gradients_that_are_there_at_a_recording_move_to_where_others_will_go(net):
+    plain, recorded = copy.deepcopy(net), RecordedCalls(net)
+    for _ in range(SETTLED + 1):
+        for one in (net, plain):
+            one.zero_grad()
+            step(one)
+            kept = net.first.weight.grad
+    before = gradients(net)
+    net(IDS)  # recorded by now
+    assert recorded.recorded == 1
+
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+    assert all(torch.equal(one, gradients(net)[name]) for name, one in before.items() if one is not None)
+    assert torch.equal(kept, plain.first.weight.grad)
+
+
+def test_gradients_of_eager_calls_are_gathered_with_their_values(net):
+    plain, recorded = copy.deepcopy(net), RecordedCalls(net)
+    for one in (net, plain):
+        step(one)
+    recorded.gather()
+
+    assert recorded.recorded == 0
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) is (other.grad is None)
+        assert own.grad is None or torch.equal(own.grad, other.grad)
+
+
+def test_a_gradient_is_freed_as_soon_as_it_is_added():
+    x, weights = torch.ones(2, 4), {name: torch.ones(4, 4, requires_grad=True) for name in ("a", "b", "c")}
+    buffer, seen = GradientBuffer(weights), []
+    buffer.receive(lambda: None, used=[True] * 3)  # all zero
+
+    def watch(grad):
+        seen.append((weakref.ref(grad), [one() is None for one, _ in seen]))
+
+    for one in weights.values():
+        one.register_hook(watch)
+    output = x @ weights["a"] @ weights["b"] @ weights["c"]
+    used, of_inputs = differentiate([output], leaves=weights, inputs=[], incoming=[torch.ones(2, 4)], buffer=buffer)
+
+    assert (used, of_inputs) == ([True] * 3, [])
+    assert all(all(gone) for _, gone in seen)
+    assert torch.equal(buffer.places["c"], (x @ weights["a"] @ weights["b"]).T @ torch.ones(2, 4))
+
+
+def test_gradients_of_several_dtypes_are_each_in_their_own():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4, dtype=torch.float64))
+    net[1].register_parameter("scale", nn.Parameter(torch.ones(4)))
+    net.forward = lambda x: net[1](net[0](x).double()).float() * net[1].scale
+    plain, x = copy.deepcopy(net), torch.randn(2, 4)
+    RecordedCalls(net)
+    settle(net, x)
+    net(x).sum().backward()
+    plain[1](plain[0](x).double()).float().mul(plain[1].scale).sum().backward()
+
+    assert [one.grad.dtype for one in net.parameters()] == [one.dtype for one in net.parameters()]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+
+
+def test_hooks_of_parameters_run_at_every_replay(net):
+    seen = []
+    net.first.weight.register_hook(lambda grad: seen.append(grad.shape))
+    RecordedCalls(net)
+    settle(net, IDS)
+    before = len(seen)
+    step(net)
+
+    assert len(seen) == before + 1
+
+
+def test_an_input_that_is_differentiated_gets_its_gradient():
+    net = nn.Linear(4, 4)
+    RecordedCalls(net)
+    x = torch.randn(2, 4, requires_grad=True)
+    settle(net, x)
+    x.grad = None
+    net(x).sum().backward()
+
+    assert torch.allclose(x.grad, net.weight.sum(0).expand(2, 4))
