@@ -297,7 +297,6 @@ TRACED = [
     slow(Twice, CUDA),
     (Between, {}),
     slow(AllStates, {}),
-    slow(language("Gemma2"), {}),
 ]
 
 
@@ -310,8 +309,9 @@ def test_blocks_that_differ_or_change_state_are_all_traced(kind, setting):
 
 
 @pytest.mark.slow
-def test_a_block_left_out_in_some_steps_gives_the_trace_of_all_blocks():
-    skipped, full, _ = both(Skips)
+@pytest.mark.parametrize("kind", [Skips, language("Gemma2")])
+def test_blocks_called_unlike_their_twins_give_the_trace_of_all_blocks(kind):
+    skipped, full, _ = both(kind)
 
     assert list(map(numbered, skipped)) == list(map(numbered, full))
 
