@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from lightning_unified.cost_model.trace.trace import Trace
 
-__all__ = ["Candidate", "Choice", "Option", "Sizes", "describe_split", "even_splits", "what_would_fit"]
+__all__ = ["Candidate", "Choice", "Option", "Sizes", "Taken", "describe_split", "even_splits", "what_would_fit"]
 
 
 class Sizes(Protocol):
@@ -59,6 +59,19 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """Bytes that a step takes.
+
+    Attributes:
+        peak_bytes: Peak as the device's counter shows it (`counted_peak`).
+        reserved_bytes: Peak of bytes that the allocator reserves.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """One plan: an option together with a split of the batch.
 
@@ -66,7 +79,7 @@ class Candidate:
         micro_batch_size: Rows of the largest micro-batch.
         parts: Number of micro-batches in a step.
         recompute, precision, optimizer_kernel, loss_chunk, attention: As in `Option`.
-        peak_bytes: Peak of live tensor bytes.
+        peak_bytes: Peak as the device's counter shows it.
         reserved_bytes: Peak of bytes that the allocator reserves; the search compares this figure with the budget.
         seconds: Predicted seconds of a step.
         fits: Whether `reserved_bytes` is within the budget.

@@ -147,16 +147,20 @@ class Generated:
 
     Attributes:
         rows: Number of sequences.
+        prompts: Sequences in the pass over the prompt.
         prompt: Tokens of the longest prompt.
         new: Tokens generated after it.
+        parameters: Parameters of the generating network.
         bytes: Bytes by category.
         network: Class name of the generating network.
         grows: Whether each token concatenates the cache anew.
     """
 
     rows: int
+    prompts: int
     prompt: int
     new: int
+    parameters: int
     bytes: Generation
     network: str
     grows: bool
@@ -238,7 +242,16 @@ def generated(
         widest=_widest(network, config, width=width),
     )
     found = generation_bytes(shape, batch=rows, prompt=prompt, new=new, prompts=prompts)
-    return Generated(rows=rows, prompt=prompt, new=new, bytes=found, network=type(network).__name__, grows=grows)
+    return Generated(
+        rows=rows,
+        prompts=rows if prompts is None else prompts,
+        prompt=prompt,
+        new=new,
+        parameters=sum(one.numel() for one in network.parameters()),
+        bytes=found,
+        network=type(network).__name__,
+        grows=grows,
+    )
 
 
 def _networks(module: nn.Module) -> Iterator[nn.Module]:

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lightning_unified.cost_model.memory.peak import describe_instant, instants, peak
-from lightning_unified.cost_model.memory.reserve import allocator_peak
+from lightning_unified.cost_model.memory.peak import Peak, describe_instant, instants, peak
+from lightning_unified.cost_model.memory.reserve import AllocatorPeak, allocator_peak
 from lightning_unified.cost_model.printed import Printed
 from lightning_unified.cost_model.trace.trace import Category, Confidence, Trace
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 
-__all__ = ["ROUNDING", "Prediction", "summarise"]
+__all__ = ["Prediction", "counted_peak", "summarise"]
 
-# Multiple of bytes to which each backend rounds a tensor. The CPU's counter does not round; Metal's multiple is judgement.
-ROUNDING = {"cuda": 512, "rocm": 512, "mps": 256, "cpu": 1}
+_UNROUNDED = 1  # the CPU's counter counts the bytes of tensors
 _DEFAULT = AllocatorSettings()
 
 
@@ -37,6 +36,7 @@ class Prediction(Printed):
         validation: Prediction of a validation step in the middle of the same fit; None if not requested.
         generation_bytes: Peak of the generation that precedes the step, by formula, with gradients and optimizer state beside
             it; 0 without generation.
+        generation_seconds: Seconds of that generation, by formula; part of `seconds`.
     """
 
     peak_bytes: int
@@ -52,6 +52,7 @@ class Prediction(Printed):
     notes: tuple[str, ...] = field(default_factory=tuple)
     validation: "Prediction | None" = None
     generation_bytes: int = 0
+    generation_seconds: float = 0.0
 
     @property
     def step_bytes(self) -> int:
@@ -70,22 +71,37 @@ class Prediction(Printed):
         return asdict(self)
 
 
-def summarise(
-    trace: Trace,
-    *,
-    seconds: float | None = None,
-    planning_seconds: float = 0.0,
-    settings: AllocatorSettings = _DEFAULT,
-) -> Prediction:
-    """Return the prediction that follows from the trace of a step.
+def counted_peak(trace: Trace, replayed: AllocatorPeak) -> Peak:
+    """Return the peak of a step as the device's counter shows it.
 
     On a GPU the peak counts the allocator's blocks, because device counters do. A block of CUDA's large pool keeps up to 1
     MiB more than its tensor needs. So does one of Metal's from torch 2.14 on; before, a freed block is reused whole
     (`m_current_allocated_memory` in torch's MPSAllocator.mm). On a CPU the peak counts the tensors.
+    """
+    if trace.backend == "cpu":
+        return peak(trace, rounding=_UNROUNDED)
+    return Peak(
+        bytes=replayed.allocated,
+        categories=replayed.categories,
+        index=replayed.index,
+        instant=describe_instant(trace, replayed.index),
+    )
+
+
+def summarise(
+    trace: Trace,
+    *,
+    seconds: float | None = None,
+    generation_seconds: float = 0.0,
+    planning_seconds: float = 0.0,
+    settings: AllocatorSettings = _DEFAULT,
+) -> Prediction:
+    """Return the prediction that follows from the trace of a step; `counted_peak` is its peak.
 
     Args:
         trace: A step in steady state, at the size in question.
         seconds: Predicted seconds of the step; None if the device's speed is unknown.
+        generation_seconds: Seconds of the generation before the step, which `seconds` includes.
         planning_seconds: Seconds the prediction took.
         settings: Settings of the allocator.
 
@@ -93,22 +109,19 @@ def summarise(
         ValueError: If there is no model of the backend's allocator.
     """
     replayed = allocator_peak(trace, settings=settings)
-    rounding = ROUNDING[trace.backend]
-    if trace.backend != "cpu":
-        count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)
-    else:
-        most = peak(trace, rounding=rounding)
-        count, categories, instant = most.bytes, most.categories, most.instant
+    most = counted_peak(trace, replayed)
+    is_cpu = trace.backend == "cpu"
     return Prediction(
-        peak_bytes=count,
-        reserved_bytes=max(replayed.reserved, count),
-        categories=categories,
+        peak_bytes=most.bytes,
+        reserved_bytes=max(replayed.reserved, most.bytes),
+        categories=most.categories,
         confidence=trace.confidence,
         seconds=seconds,
-        instant=instant,
+        generation_seconds=generation_seconds,
+        instant=most.instant,
         rows=trace.rows,
         parts=trace.parts,
-        instants=instants(trace, rounding=rounding),
+        instants=instants(trace, rounding=_UNROUNDED, levels=None if is_cpu else replayed.levels),
         planning_seconds=planning_seconds,
         notes=trace.notes,
     )

@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, even_splits, what_would_fit
+from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, Taken, even_splits, what_would_fit
 from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.units import format_bytes, format_duration
 
-__all__ = ["Candidate", "Choice", "Option", "Sizes", "search", "what_would_fit"]
+__all__ = ["Candidate", "Choice", "Option", "Sizes", "Taken", "search", "what_would_fit"]
 
 _EQUAL_IN = ("precision", "optimizer_kernel", "attention")  # of two options of which one recomputes more
 _EQUAL = 1 + 1e-9  # sums of the same seconds in another order
@@ -32,7 +32,7 @@ def search(
     options: Iterable[Option],
     *,
     budget_bytes: int,
-    reserve: Callable[[Trace], int],
+    taken: Callable[[Trace], Taken],
     rows: int,
     rates: Rates,
     unit: int = 1,
@@ -49,8 +49,7 @@ def search(
     Args:
         options: Settings to choose from, the user's own first unless `own` is given.
         budget_bytes: Bytes the run may use.
-        reserve: Function that returns the bytes a step reserves, calibrated or not; never less than `peak_bytes` of its
-            traces.
+        taken: Function that returns the bytes a step takes, calibrated or not; never less than `peak_bytes` of its traces.
         rows: Number of rows of the whole batch.
         rates: Speeds of the machine.
         unit: Rows that stay together (`MicroBatchRules.unit`); `rows` for a batch that cannot be split.
@@ -63,7 +62,7 @@ def search(
         ValueError: If there is no option, or a number of rows is not positive.
     """
     splits = even_splits(rows, unit=unit, least=least, micro_batch_size=micro_batch_size)
-    measure = _Measure(budget_bytes=budget_bytes, reserve=reserve, rates=rates, alignment=alignment)
+    measure = _Measure(budget_bytes=budget_bytes, taken=taken, rates=rates, alignment=alignment)
     fitting: list[tuple[Option, Candidate]] = []
     short: list[Candidate] = []
     first, multiple = own, None
@@ -116,7 +115,7 @@ class _Measure:
     """Prices of options at the splits of one batch: bytes reserved and seconds."""
 
     budget_bytes: int
-    reserve: Callable[[Trace], int]
+    taken: Callable[[Trace], Taken]
     rates: Rates
     alignment: Alignment | None
 
@@ -175,7 +174,7 @@ class _Measure:
 
     def _plan(self, option: Option, split: tuple[int, ...]) -> Candidate:
         """Return a plan without its time."""
-        reserved = self.reserve(option.traces.at(split[0], parts=len(split)))
+        taken = self.taken(option.traces.at(split[0], parts=len(split)))
         return Candidate(
             micro_batch_size=split[0],
             parts=len(split),
@@ -184,10 +183,10 @@ class _Measure:
             optimizer_kernel=option.optimizer_kernel,
             loss_chunk=option.loss_chunk,
             attention=option.attention,
-            peak_bytes=_peak(option, split),
-            reserved_bytes=reserved,
+            peak_bytes=taken.peak_bytes,
+            reserved_bytes=taken.reserved_bytes,
             seconds=float("inf"),
-            fits=reserved <= self.budget_bytes,
+            fits=taken.reserved_bytes <= self.budget_bytes,
         )
 
     def _timed(self, plan: Candidate, option: Option, split: tuple[int, ...], *, aligned: bool) -> Candidate:

@@ -15,12 +15,12 @@ from typing import Any
 
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.memory.reserve import reserved_bytes
-from lightning_unified.cost_model.prediction import Prediction, summarise
+from lightning_unified.cost_model.memory.reserve import allocator_peak
+from lightning_unified.cost_model.prediction import Prediction, counted_peak, summarise
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
-from lightning_unified.cost_model.rates.cost import step_seconds
-from lightning_unified.cost_model.search import Candidate, Choice, Option, search
+from lightning_unified.cost_model.rates.cost import sampling_seconds, step_seconds
+from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination, always_compared
@@ -107,7 +107,7 @@ class Planner:
         return search(
             options,
             budget_bytes=budget_bytes,
-            reserve=partial(self._needed, limit=budget_bytes),
+            taken=partial(self._taken, limit=budget_bytes),
             rows=self._traces.rows,
             unit=self._traces.unit,
             least=self._traces.limits.least,
@@ -223,13 +223,13 @@ class Planner:
         self._combinations[_key(option)] = combination
         return option
 
-    def _needed(self, trace: Trace, *, limit: int) -> int:
-        """Return the bytes that a step reserves.
-
-        At its limit, an allocator first returns cached blocks.
-        """
-        reserved = int(reserved_bytes(trace, settings=self._allocator) * self._factor(trace))
-        return min(reserved, limit) if reserved <= limit or self._fits(trace, limit=limit) else reserved
+    def _taken(self, trace: Trace, *, limit: int) -> Taken:
+        """Return the bytes that a step takes; at its limit, an allocator first returns cached blocks."""
+        replayed = allocator_peak(trace, settings=self._allocator)
+        reserved = int(replayed.reserved * self._factor(trace))
+        if reserved > limit and self._fits(trace, limit=limit):
+            reserved = limit
+        return Taken(peak_bytes=counted_peak(trace, replayed).bytes, reserved_bytes=reserved)
 
     def _fits(self, trace: Trace, *, limit: int) -> bool:
         return fits_within(trace, int(limit / self._factor(trace)), settings=self._allocator)
@@ -242,6 +242,7 @@ class Planner:
         found = summarise(
             trace,
             seconds=seconds if parts <= 2 else None,
+            generation_seconds=0.0 if self._rates is None else sampling_seconds(trace, self._rates),
             planning_seconds=time.monotonic() - self._begun,
             settings=self._allocator,
         )

@@ -1,10 +1,12 @@
 """Traces of one module's step, by combination of memory options and micro-batch size."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
+from lightning_unified.cost_model.generation import Generated, generation_before
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
@@ -134,8 +136,15 @@ class StepTraces:
                 workspaces=self.counted.workspaces,
                 least=None if bounds is None else bounds.bytes(combination),
                 holds_batch=self._batch.has_encoders,
+                sampled=self._sampled(combination.precision),
             )
         return self._sizes[combination]
+
+    def _sampled(self, precision: str) -> Generated | None:
+        """Return the sampling before the step; None without, or if its sizes cannot be read."""
+        with suppress(ValueError):  # `with_generation` reports it
+            return generation_before(self._step.module, self._step.batch, precision=precision)
+        return None
 
     def exactly(self, combination: Combination, micro_batch_size: int | None) -> tuple[Trace, int]:
         """Return the trace of a dry run at that size, and the number of micro-batches.

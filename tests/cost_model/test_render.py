@@ -112,7 +112,7 @@ def test_a_validation_step_stands_between_what_is_taken_and_the_budget():
 
 def test_a_generation_is_shown_by_what_it_is_for_and_whether_it_fits():
     taken = Generation(weights=4 * GIB, cache=2 * GIB, logits=GIB, prompt=GIB // 2)
-    found = Generated(rows=8, prompt=100, new=28, bytes=taken, network="Net", grows=True)
+    found = Generated(rows=8, prompts=8, prompt=100, new=28, parameters=0, bytes=taken, network="Net", grows=True)
     text = to_markdown(sheet_of(prediction(), more=[generation_table(found, budget_bytes=6 * GIB)]))
 
     assert "Generation by Net: 8 rows of 100 + 28 tokens" in text

@@ -1,6 +1,7 @@
 """The chosen plan fits, is the fastest that fits, and is never slower with a larger budget."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.rates import Alignment
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.search import Option, search, what_would_fit
-from tests.support.made_traces import MadeTraces, rates, reserve
+from tests.support.made_traces import MadeTraces, rates, taken
 
 GFLOP = 10**9
 
@@ -26,7 +27,7 @@ def recomputing(share, *, per_row=100, again=0.5):
 
 
 def find(options, budget, *, rows=16, **how):
-    return search(options, budget_bytes=budget, reserve=how.pop("reserve", reserve), rows=rows, rates=rates(), **how)
+    return search(options, budget_bytes=budget, taken=how.pop("taken", taken), rows=rows, rates=rates(), **how)
 
 
 def test_a_budget_without_bounds_runs_the_whole_batch_with_nothing_recomputed():
@@ -58,7 +59,7 @@ def test_the_micro_batch_is_the_largest_that_fits():
 
 
 def test_what_the_allocator_takes_decides_and_not_what_lives():
-    choice = find([recomputing(0)], 1000 + 100 * 6, reserve=lambda trace: int(1.2 * reserve(trace)))
+    choice = find([recomputing(0)], 1000 + 100 * 6, taken=partial(taken, times=1.2))
 
     assert choice.best.micro_batch_size == 3
     assert (choice.best.peak_bytes, choice.best.reserved_bytes) == (1300, 1560)
@@ -230,10 +231,10 @@ made_options = st.builds(
 )
 def test_a_larger_budget_never_gives_a_slower_plan(options, rows, unit, budgets, wiggle, align):
     def uneven(trace):  # an allocator's rounding: not even monotone in the rows
-        return int(wiggle[trace.rows % len(wiggle)] * reserve(trace))
+        return taken(trace, times=wiggle[trace.rows % len(wiggle)])
 
     small, large = (
-        find(options, budget, rows=rows, unit=unit, reserve=uneven, alignment=align).best for budget in budgets
+        find(options, budget, rows=rows, unit=unit, taken=uneven, alignment=align).best for budget in budgets
     )
     if small is not None:
         assert large is not None

@@ -9,6 +9,7 @@ from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
 from lightning_unified.cost_model.render import does_fit
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.predict import plan_many
@@ -159,6 +160,42 @@ def test_a_step_that_fits_after_the_allocator_freed_its_caches_shows_the_limit(m
     assert does_fit(plan)
     assert f"{format_bytes(limit)} of {format_bytes(limit)}" in plan.reasons["micro_batch_size"]
     assert f"{format_bytes(limit)} of {format_bytes(limit)}" in plan.reasons["validation"]
+
+
+def test_every_alternative_shows_the_peak_that_its_own_prediction_has(module, tight):
+    compared = {each.recompute: each for each in tight.alternatives if each.recompute in ("none", "all blocks")}
+    assert compared
+    for recompute, each in compared.items():
+        policy = RecomputePolicy(blocks="all" if recompute == "all blocks" else 0)
+        own = lightning_unified.predict(
+            module, BATCH, device="cuda", micro_batch_size=each.micro_batch_size, recompute=policy
+        )
+        assert each.peak_bytes == own.peak_bytes
+
+
+class Sampler(GearHead):
+    """Samples from its network before each step."""
+
+    def generations(self, batch):
+        return {"rows": 8, "prompts": 2, "prompt": 16, "new": 33}
+
+
+def test_the_seconds_of_a_step_include_the_sampling_before_it():
+    sizes = {"width": 32, "heads": 2, "layers": 1, "feed_forward": 64, "positions": 64}
+    batch = {"input_ids": torch.zeros(8, 64, dtype=torch.long), "labels": torch.zeros(8, 64, dtype=torch.long)}
+    steps, samples = (
+        lightning_unified.plan(
+            kind(**sizes), batch, budget="1GiB", device="mps", rates=RATES, recompute=False, loss_chunk=False
+        )
+        for kind in (GearHead, Sampler)
+    )
+    sampling = samples.prediction.generation_seconds
+
+    assert steps.prediction.generation_seconds == 0
+    assert sampling > 33 * RATES.launch
+    assert samples.prediction.seconds == pytest.approx(steps.prediction.seconds + sampling)
+    assert samples.prediction.peak_bytes == steps.prediction.peak_bytes
+    assert "of them for sampling before it" in str(samples)
 
 
 def test_plans_and_predictions_print_as_tables(module, tight, whole, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.rates import Rates
-from lightning_unified.cost_model.search import Option, search
+from lightning_unified.cost_model.search import Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.planner.traced_sizes import TracedSizes
 
@@ -34,9 +34,14 @@ def sizes_of(*, aligned):
     return TracedSizes(trace_step, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked
 
 
-def found(sizes, budget, reserve=reserved_bytes):
+def taken(trace, more=0):
+    reserved = reserved_bytes(trace)
+    return Taken(peak_bytes=reserved, reserved_bytes=reserved + more)
+
+
+def found(sizes, budget, taken=taken):
     rates = Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=1e-5, kernel=1e-6, part=0.0, sources={})
-    return search([Option(traces=sizes)], budget_bytes=budget, reserve=reserve, rows=ROWS, rates=rates).best
+    return search([Option(traces=sizes)], budget_bytes=budget, taken=taken, rows=ROWS, rates=rates).best
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -52,9 +57,9 @@ def test_lines_are_laid_when_several_sizes_did_not_fit(aligned, lines):
     sizes, asked = sizes_of(aligned=aligned)
 
     def uneven(trace):  # an allocator's own way
-        return reserved_bytes(trace) + (trace.rows in (32, 22, 16)) * 100 * MIB
+        return taken(trace, more=(trace.rows in (32, 22, 16)) * 100 * MIB)
 
-    assert found(sizes, 45 * MIB, reserve=uneven).micro_batch_size == 13
+    assert found(sizes, 45 * MIB, taken=uneven).micro_batch_size == 13
     assert asked == [(64, 1), (32, 2), (22, 2), (16, 2), *lines]
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lightning_unified.cost_model.candidates import Taken
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 
@@ -53,7 +54,13 @@ class MadeTraces:
         return self.fixed + self.batch_row * rows * parts + self.per_row * rows
 
 
-def reserve(trace):
+def taken(trace, *, times=1.0):
+    """Return the bytes of the made step; an allocator reserves `times` its peak."""
+    most = live_peak(trace)
+    return Taken(peak_bytes=most, reserved_bytes=int(times * most))
+
+
+def live_peak(trace):
     """Return the peak bytes of the made step, without an allocator."""
     live = most = 0
     sizes = {}

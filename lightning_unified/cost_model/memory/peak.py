@@ -1,6 +1,6 @@
 """Find the peak of live bytes in a trace: its size, categories and place in the step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Phase, Take, Trace, Work
@@ -58,21 +58,26 @@ def describe_instant(trace: Trace, index: int) -> str:
     return _place(work.phase, work.place) + op
 
 
-def instants(trace: Trace, *, rounding: int = 512, most: int = 40) -> tuple[tuple[str, int], ...]:
+def instants(
+    trace: Trace, *, rounding: int = 512, levels: Sequence[int] | None = None, most: int = 40
+) -> tuple[tuple[str, int], ...]:
     """Return the peak of each place of the step, in the order of the step, for a table.
 
     Args:
         trace: A step.
         rounding: As in `peak`.
+        levels: Bytes after each event, such as those of an allocator's blocks; None counts the tensors.
         most: Most rows of the table. Modules merge with their parents, the innermost first, until the table is short enough.
 
     Returns:
         Pairs of a phase and a module in words, and the peak of live bytes there.
     """
     peaks: dict[tuple[Phase, str], int] = {}
-    for _, live, work in _running(trace, rounding=rounding):
+    for index, live, work in _running(trace, rounding=rounding):
+        if work.phase == "sampling":  # has a peak of its own, by formula
+            continue
         key = (work.phase, work.place)
-        peaks[key] = max(peaks.get(key, 0), live)
+        peaks[key] = max(peaks.get(key, 0), live if levels is None else levels[index])
     deepest = max((place.count(".") + 1 for _, place in peaks if place), default=0)
     joined = peaks
     for depth in range(deepest, -1, -1):

@@ -39,12 +39,14 @@ class AllocatorPeak:
             process.
         categories: `allocated` by category.
         index: Index of the event after which `allocated` is reached.
+        levels: Most bytes in blocks after each event of the trace, over all steps; `allocated` is the largest.
     """
 
     allocated: int
     reserved: int
     categories: dict[Category, int]
     index: int
+    levels: tuple[int, ...]
 
 
 def reserved_bytes(trace: Trace, *, settings: AllocatorSettings = _DEFAULT) -> int:
@@ -109,6 +111,7 @@ class RunReplay:
         self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._total = self._most = self._index = self._reserved = 0
         self._at_most: dict[Category, int] = {}
+        self._levels = [0] * len(trace.events)
 
     def peak(self) -> AllocatorPeak:
         """Replay the steps and return the allocator's peaks."""
@@ -124,7 +127,13 @@ class RunReplay:
             self._carry_over()
             self._replay({})
         categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
-        return AllocatorPeak(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
+        return AllocatorPeak(
+            allocated=self._most,
+            reserved=self._reserved,
+            categories=categories,
+            index=self._index,
+            levels=self._all_levels(),
+        )
 
     def _beginnings(self) -> dict[int, list[Take]]:
         """Return the storages that the first step is the first to take, by the event they precede.
@@ -145,17 +154,36 @@ class RunReplay:
     def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
         due = sorted(beginnings, reverse=True)
+        self._note_level(-1)
         for at in self._moves:
             event = self._step[at]
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
+                self._note_level(at)
             if isinstance(event, Take):
                 self._take(event, index=self._first + at)
             elif isinstance(event, Give):
                 self._give(event.storage)
+            self._note_level(at)
         for last in reversed(due):
             if last < len(self._step):
                 self._take_all(beginnings[last])
+                self._note_level(last)
+
+    def _note_level(self, at: int) -> None:
+        """Note the bytes in blocks after event `at` of the step; -1 is the last event before it."""
+        index = self._first + at
+        if index >= 0:
+            self._levels[index] = max(self._levels[index], self._total)
+
+    def _all_levels(self) -> tuple[int, ...]:
+        """Return the noted levels; operations keep the level of the event before them."""
+        setup = max(self._first, 1)
+        levels = self._levels[setup - 1 : setup] * setup + self._levels[setup:]
+        for index in range(setup, len(levels)):
+            if isinstance(self._step[index - self._first], Work):
+                levels[index] = levels[index - 1]
+        return tuple(levels)
 
     def _carry_over(self) -> None:
         """Rename the storages a step leaves to those the next one begins with, such as its gradients."""

@@ -11,9 +11,9 @@ with the number of micro-batches, device time with the rows.
 from collections.abc import Callable, Sequence
 
 from lightning_unified.cost_model.rates.record import Rates
-from lightning_unified.cost_model.trace.trace import Trace, Work
+from lightning_unified.cost_model.trace.trace import Passes, Trace, Work
 
-__all__ = ["least_seconds", "split_seconds", "step_seconds"]
+__all__ = ["least_seconds", "sampling_seconds", "split_seconds", "step_seconds"]
 
 _OUTSIDE = ("setup", "validation")
 """Phases outside a training step."""
@@ -46,6 +46,12 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
     operations and the bytes these move.
     """
     return _seconds(_loads(trace, rates), backend=trace.backend)
+
+
+def sampling_seconds(trace: Trace, rates: Rates) -> float:
+    """Return the seconds of sampling before the step, which `step_seconds` includes; 0 without sampling."""
+    sampled = {key: seconds for key, seconds in _loads(trace, rates).items() if key[1] == "sampling"}
+    return _seconds(sampled, backend=trace.backend)
 
 
 def split_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
@@ -144,7 +150,11 @@ def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, b
     host, device = ("host", phase), ("device", phase)
     dtype = "tf32" if _is_tf32(work, backend) else work.dtype
     kernel = rates.kernel_seconds(flops=work.flops, moved=work.moved, dtype=dtype)
-    loads[host] = loads.get(host, 0.0) + share * rates.launch
+    launches = 1
+    if isinstance(work, Passes):
+        launches = work.launches
+        kernel += max(work.kernels - 1, 0) * rates.kernel
+    loads[host] = loads.get(host, 0.0) + share * launches * rates.launch
     loads[device] = loads.get(device, 0.0) + share * kernel
 
 

@@ -55,7 +55,9 @@ def facts_of_prediction(prediction: Prediction, *, budget_bytes: int | None = No
     yield Fact(name="peak", text=f"{format_bytes(prediction.peak_bytes)} of tensors; {taken}")
     yield Fact(name="where", text=prediction.instant)
     if prediction.seconds is not None:
-        yield Fact(name="step", text=f"{format_duration(prediction.seconds)} predicted")
+        sampling = prediction.generation_seconds
+        of_it = f", {format_duration(sampling)} of them for sampling before it" if sampling else ""
+        yield Fact(name="step", text=f"{format_duration(prediction.seconds)} predicted{of_it}")
     yield Fact(name="confidence", text=prediction.confidence, why=_CONFIDENCE[prediction.confidence])
 
 

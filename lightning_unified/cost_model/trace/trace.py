@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-__all__ = ["CATEGORIES", "Category", "Confidence", "Event", "Give", "Phase", "Read", "Take", "Trace", "Work"]
+__all__ = ["CATEGORIES", "Category", "Confidence", "Event", "Give", "Passes", "Phase", "Read", "Take", "Trace", "Work"]
 
 Category = Literal[
     "weights",
@@ -33,7 +33,7 @@ Category = Literal[
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
-Phase = Literal["setup", "batch", "forward", "backward", "optimizer step", "validation", "callbacks"]
+Phase = Literal["setup", "batch", "forward", "backward", "optimizer step", "validation", "callbacks", "sampling"]
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -56,6 +56,19 @@ class Work:
     flops: int = 0
     moved: int = 0
     dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes(Work):
+    """Many operations in one event, priced by formula instead of traced one by one.
+
+    Attributes:
+        launches: Number of operations that the host launches.
+        kernels: Number of kernels that the device runs.
+    """
+
+    launches: int = 1
+    kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,10 +99,10 @@ class CommandQueue:
 
 
 def _lost(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fill: "Callable[[Tensor], None]"
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fill: "Callable[[Tensor], None]"
 ) -> Any:
     """Run an operation for the shapes of its results and the host's side of it, and take its writes back."""
-    schema: Any = func._schema
+    schema = func._schema
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
     written = [

@@ -43,7 +43,8 @@ class Compressor(TextCodec):
         dropout: Share dropped in the reader.
         text_length: The longest text in tokens.
         window: Tokens that a decision depends on.
-        load_pretrained: Whether to load a preset's pretrained reader; False if a checkpoint follows.
+        pretrained: Source of GPT-2's weights for the reader, see `network.gpt2`; None takes the preset's.
+        load_pretrained: Whether to load pretrained weights; False if a checkpoint follows.
         reading: "infill" or "copy", see `sizes.CompressorConfig`.
         recompute: Activation checkpointing of each block.
         objective: How the policy learns: "reinforce" (sampled decisions, rewards) or "relaxed" (soft decisions, gradients).
@@ -90,6 +91,7 @@ class Compressor(TextCodec):
         text_length: int | None = None,
         window: int | None = None,
         reading: Literal["infill", "copy"] | None = None,
+        pretrained: str | None = None,
         load_pretrained: bool = True,
         recompute: bool = False,
         objective: Literal["reinforce", "relaxed"] = "relaxed",
@@ -126,7 +128,7 @@ class Compressor(TextCodec):
         reader = {"vocabulary": vocabulary, "positions": positions, "width": width, "layers": layers, "heads": heads}
         reader |= {"feed_forward": feed_forward, "dropout": dropout}
         config = preset_config(preset, **policy, **reader, reading=reading)
-        super().__init__(config, recompute=recompute, load_pretrained=load_pretrained)
+        super().__init__(config, recompute=recompute, load_pretrained=load_pretrained, pretrained=pretrained)
         self.save_hyperparameters()
         self.joint = JointLoss(
             objective=objective,

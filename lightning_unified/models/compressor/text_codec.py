@@ -67,15 +67,26 @@ class TextCodec(LightningModule):
         config: The sizes.
         recompute: Activation checkpointing of each block.
         load_pretrained: Whether to load a pretrained reader's weights; False if a checkpoint follows.
+        pretrained: Source of GPT-2's weights for a reader of its architecture; None for none.
+
+    Raises:
+        ValueError: If the sizes come with a pretrained reader of their own.
     """
 
     trained_steps: int = 0
     trained_length: int | None = None
 
-    def __init__(self, config: CompressorConfig, *, recompute: bool, load_pretrained: bool) -> None:
+    def __init__(
+        self, config: CompressorConfig, *, recompute: bool, load_pretrained: bool, pretrained: str | None
+    ) -> None:
         super().__init__()
+        if config.pretrained is not None and pretrained is not None:
+            raise ValueError(
+                f"model.pretrained={pretrained}: this preset reads with {config.pretrained}; take model=compressor-125m for GPT-2's weights."
+            )
         self.config = config
-        self.codec = Codec(config, recompute=recompute, load_pretrained=load_pretrained)
+        self.codec = Codec(config, recompute=recompute, load_pretrained=load_pretrained, gpt2=pretrained)
+        self._pretrained = config.pretrained or pretrained
         self.tokenizer: TextTokenizer | None = None
 
     @property
@@ -112,7 +123,7 @@ class TextCodec(LightningModule):
             ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
         """
         given = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(tokenizer)
-        rows, pretrained = self.config.reader.vocabulary, self.config.pretrained
+        rows, pretrained = self.config.reader.vocabulary, self._pretrained
         if pretrained is not None and len(given.vocabulary) < rows:
             raise ValueError(
                 f"{pretrained} has {rows:,} tokens of its own, the tokenizer given {len(given.vocabulary):,}; set "

@@ -13,9 +13,10 @@ from lightning_unified.models.wordle.game.feedback import marks
 from lightning_unified.models.wordle.game.state import MAX_TURNS, State, known
 from lightning_unified.models.wordle.game.words import LENGTH
 
-__all__ = ["STOP", "Answer", "completion", "messages", "parse"]
+__all__ = ["STOP", "THOUGHT", "Answer", "completion", "messages", "parse"]
 
 STOP = "</guess>"
+THOUGHT = "<think>"
 _COLOURS = ("gray", "yellow", "green")
 _SYSTEM = (
     f"Play Wordle: find the secret word of {LENGTH} letters in {MAX_TURNS} guesses. "
@@ -60,7 +61,7 @@ def completion(state: State, guess: str) -> str:
     out = "".join(f" {letter}" for letter in facts.out)
     moving = "".join(f" {letter}{''.join(map(str, places))}" for letter, places in facts.moving)
     thought = f"out{out}, move{moving}, {' '.join(facts.placed)}: {' '.join(guess)}"
-    return f"<think>{thought}</think>\n<guess>{guess}{STOP}"
+    return f"{THOUGHT}{thought}</think>\n<guess>{guess}{STOP}"
 
 
 def parse(text: str) -> Answer:

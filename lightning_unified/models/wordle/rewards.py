@@ -4,7 +4,7 @@ An answer without the required form gets none, and no answer gets more than the 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,23 @@ from lightning_unified.models.wordle.game.state import MAX_TURNS, State
 from lightning_unified.models.wordle.game.words import WordList
 from lightning_unified.models.wordle.prompts import STOP, parse
 
-__all__ = ["COMPONENTS", "Reward", "WordleTask"]
+__all__ = ["COMPONENTS", "Example", "Reward", "WordleTask"]
 
 COMPONENTS: tuple[str, ...] = ("format", "valid", "consistent", "entropy", "solved")
+
+
+class Example(NamedTuple):
+    """What decides the reward of an answer to one prompt.
+
+    Attributes:
+        secret: The secret.
+        state: The game before the answer.
+        opening: The part of the answer that the prompt ends with.
+    """
+
+    secret: str
+    state: State
+    opening: str = ""
 
 
 class Reward:
@@ -128,13 +142,13 @@ class WordleTask:
     def __init__(self, **weights: float) -> None:
         self._weights = weights
         self._reward: Reward | None = None
-        self._examples: Sequence[tuple[str, State]] = ()
+        self._examples: Sequence[Example] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WordleTask":
         return self  # a copy of the module uses the same words
 
-    def take(self, words: WordList, *, patterns: Patterns, examples: Sequence[tuple[str, State]]) -> None:
-        """Set the words of the game, and each prompt's secret and state by its number.
+    def take(self, words: WordList, *, patterns: Patterns, examples: Sequence[Example]) -> None:
+        """Set the words of the game, and the prompts by their numbers.
 
         Raises:
             ValueError: If the weights make no sense.
@@ -154,7 +168,8 @@ class WordleTask:
             raise RuntimeError("the prompts are not set; train with WordleData, or call take().")
         reward, asked = self._reward, [self._examples[number] for number in examples.tolist()]
         paid = [
-            reward(secret, state, text, step=step) for (secret, state), text in zip(asked, completions, strict=True)
+            reward(one.secret, one.state, one.opening + text, step=step)
+            for one, text in zip(asked, completions, strict=True)
         ]
         return {
             name: torch.tensor([one[name] for one in paid], dtype=torch.float32, device=examples.device)

@@ -143,7 +143,8 @@ class FirstStep:
         policy, prediction = self._policy, self.planning.prediction
         if not policy.compilation.is_open or prediction is None:
             return False
-        cost = compile_cost(self._trainer, policy, step_seconds=prediction.seconds)
+        seconds = None if prediction.seconds is None else prediction.seconds - prediction.generation_seconds
+        cost = compile_cost(self._trainer, policy, step_seconds=seconds)
         if not policy.compilation.decide(cost):
             return False
         policy.recomputation.reapply()

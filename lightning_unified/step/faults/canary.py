@@ -64,7 +64,7 @@ class Canary:
         self._expected += 1
 
     def missing(self) -> int:
-        """Return how many marks the device has lost, or any other number where the count is garbage; waits for the device."""
+        """Return how many marks the device has lost, or another number for a garbage count; waits for the device."""
         return self._expected - int(self._count.item())
 
     def close(self) -> None:

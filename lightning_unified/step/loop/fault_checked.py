@@ -1,4 +1,4 @@
-"""The optimization loop on Metal: every step is checked for GPU faults that raise nothing. Not run on hardware.
+"""The optimization loop on Metal: each step is checked for silent GPU faults. Not run on hardware.
 
 When the canary and the runtime's messages are read (`step.faults`), and why then:
 

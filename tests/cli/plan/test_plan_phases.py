@@ -65,4 +65,6 @@ def test_wordle_is_planned_without_weights_and_without_data(model, capsys):
     assert (code, found["fits"]) == (0, True)
     assert found["effective_batch_size"] % 4 == 0  # completions, and not prompts
     assert 0 < prediction["generation_bytes"] < found["budget_bytes"]
+    assert 0 < prediction["generation_seconds"] < prediction["seconds"]
+    assert prediction["peak_bytes"] == max(count for _, count in prediction["instants"])
     assert found["plan"]["reasons"]["other phases"].startswith("imitation: ")

@@ -90,12 +90,13 @@ def test_a_sweeps_folder_stands_for_its_runs(tmp_path):
     assert names_of(runs) == ["memory.micro_batch_size=1", "memory.micro_batch_size=4"]
 
 
-def sweep_page(folder, losses):
+def sweep_page(folder, losses, *, scores=None, **files):
     runs = []
-    for (rate, epochs), loss in losses.items():
+    for ((rate, epochs), loss), score in zip(losses.items(), scores or [0.5] * len(losses), strict=True):
         directory = make(
             folder / f"rate={rate},epochs={epochs}",
-            summary__json=json.dumps(SUMMARY | {"validation": {"loss": loss, "accuracy": 0.5}}),
+            summary__json=json.dumps(SUMMARY | {"validation": {"loss": loss, "accuracy": score}}),
+            **files,
         )
         (directory / ".hydra").mkdir()
         given = f"[seed=1, model.learning_rate={rate}, trainer.max_epochs={epochs}, '+run_dir={directory}']"
@@ -115,6 +116,18 @@ def test_the_runs_of_a_sweep_stand_in_order_of_their_loss_with_what_was_varied(t
         ("1e-5", "2", "0.7500", "0.5000"),
         ("1e-4", "3", "4.750", "0.5000"),
     ]
+
+
+def test_a_sweep_judged_by_a_score_stands_in_order_of_the_score(tmp_path):
+    config = "callbacks:\n  checkpoint:\n    monitor: val/accuracy\n    mode: max\n"
+    text = sweep_page(tmp_path, {("1e-5", 1): 0.25, ("1e-3", 1): 0.75}, scores=(0.5, 0.9), config=config)
+    section = text[text.index("Varied settings") : text.index("<h2>Memory</h2>")]
+
+    assert re.findall(r"rate=[^<]*</b></th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", section) == [
+        ("<b>1e-3</b>", "<b>0.9000</b>", "<b>0.7500</b>"),
+        ("1e-5", "0.5000", "0.2500"),
+    ]
+    assert "accuracy over <code>model.learning_rate" in section
 
 
 def test_a_value_that_a_run_was_not_given_is_that_of_its_configuration(tmp_path):

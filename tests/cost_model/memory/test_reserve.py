@@ -291,5 +291,14 @@ def test_a_summary_joins_peak_allocator_and_places(made):
     assert found.confidence == "high"
 
 
+@pytest.mark.parametrize("backend", ["cuda", "mps", "cpu"])
+def test_the_highest_place_is_the_peak_in_the_same_count(made, backend):
+    found = summarise(made(rows=64, backend=backend))
+    places = dict(found.instants)
+    assert max(places.values()) == found.peak_bytes
+    assert places[found.instant.partition(" (")[0]] == found.peak_bytes
+    assert places["before the step"] < found.peak_bytes
+
+
 def test_a_cpu_counts_what_tensors_asked_for(made):
     assert summarise(made(rows=3, backend="cpu")).peak_bytes == peak(made(rows=3), rounding=1).bytes

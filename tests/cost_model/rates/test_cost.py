@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_unified.cost_model.candidates import even_splits
+from lightning_unified.cost_model.generation import Generated, Generation
 from lightning_unified.cost_model.rates import Rates
-from lightning_unified.cost_model.rates.cost import split_seconds, step_seconds
+from lightning_unified.cost_model.rates.cost import sampling_seconds, split_seconds, step_seconds
+from lightning_unified.cost_model.trace.sampling import with_sampling
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.step.split import split_rows
@@ -127,3 +129,20 @@ def test_rows_that_are_none_are_refused():
         ValueError, match="rows=0, unit=1, least=1, micro_batch_size=None: give positive numbers of rows"
     ):
         even_splits(0)
+
+
+@pytest.mark.parametrize(("backend", "launches"), [("mps", 3 * 2), ("cuda", 2 + 2)])
+def test_sampling_is_a_pass_over_the_prompts_and_one_for_each_further_token(backend, launches):
+    step = MadeTraces(works=((0, 10**9, 0, 10**6), (0, 10**9, 0, 10**6)), backend=backend).at(4)
+    count = Generation(weights=10**8, cache=10**7, logits=0, prompt=0)
+    sampled = Generated(rows=8, prompts=2, prompt=100, new=3, parameters=10**6, bytes=count, network="", grows=False)
+    slow_host = rates(launch=1.0)
+    speeds = rates(launch=0.0)
+    prompts = 2 * 2e-6 + max(2 * 10**6 * 2 * 100 / 1e12, 10**8 / 1e11)
+    tokens = 2 * 2 * 2e-6 + 2 * (10**8 + 10**7) / 1e11
+
+    assert sampling_seconds(step, speeds) == 0
+    assert sampling_seconds(with_sampling(step, sampled), speeds) == pytest.approx(prompts + tokens)
+    assert sampling_seconds(with_sampling(step, sampled), slow_host) == launches
+    both = step_seconds(with_sampling(step, sampled), speeds) - step_seconds(step, speeds)
+    assert both == pytest.approx(prompts + tokens)

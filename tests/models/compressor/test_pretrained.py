@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.inference import checkpoint
-from lightning_unified.models.compressor.network import pretrained
+from lightning_unified.models.compressor.network import pretrained, reader
 from lightning_unified.models.compressor.sizes import (
     PRESETS,
     CompressorConfig,
@@ -147,5 +147,5 @@ def test_the_real_weights_read_english_and_their_tokenizer_gives_every_text_back
     loss = torch.nn.functional.cross_entropy(scores[0, :-1], ids[0, 1:])
 
     assert model.tokenizer.decode(ids[0].tolist()) == text
-    assert model.tokenizer.encode("\n") == [pretrained._NEWLINE]
+    assert model.tokenizer.encode("\n") == [reader.NEWLINE]
     assert math.exp(loss) < 40

@@ -61,7 +61,7 @@ def test_a_prompt_ends_in_the_last_column_and_its_number_is_its_state(data):
 
     assert batch["prompt_mask"][:, -1].all()
     for ids, mask, number in rows:
-        _, state = data.examples[number]
+        state = data.examples[number].state
         assert ids[mask].tolist() == data.chat.prompt(messages(state))
 
 

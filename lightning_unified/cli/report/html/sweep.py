@@ -1,16 +1,17 @@
 """The results of a sweep: runs from best to worst, and charts of the varied numbers.
 
-A chart shows the validation loss over a varied number.
+The metric is the one that decides each run's best checkpoint. A chart shows it over a varied number.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from lightning_unified.cli.report.html.scale import amount, labels, ticks
 from lightning_unified.cli.report.html.tables import chip, table, text_of
 from lightning_unified.cli.report.run_directory.configuration import flat
-from lightning_unified.cli.report.run_directory.figures import at, number, validation_loss
+from lightning_unified.cli.report.run_directory.figures import at, number, validation_figure
 from lightning_unified.cli.report.run_directory.records import Run
 
 __all__ = ["varied_section"]
@@ -18,6 +19,45 @@ __all__ = ["varied_section"]
 _MOST_FIGURES = 8
 _SIDE = 1000  # of the square that is stretched into the chart's frame
 _WIDE = 10  # a range of this ratio or more gets a logarithmic axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Metric:
+    """The metric by which runs are ordered.
+
+    Attributes:
+        name: Its name without `val/`.
+        is_score: Whether more is better.
+    """
+
+    name: str = "loss"
+    is_score: bool = False
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "_Metric":
+        """Return the metric that decides the best checkpoint of every run; the loss if they differ."""
+        configs = [flat(run) for run in runs]
+        found = {tuple(config.get(f"callbacks.checkpoint.{key}") for key in ("monitor", "mode")) for config in configs}
+        monitor, mode = found.pop() if len(found) == 1 else (None, None)
+        if not isinstance(monitor, str) or not monitor.startswith("val/"):
+            return cls()
+        return cls(name=monitor.removeprefix("val/"), is_score=mode == "max")
+
+    @property
+    def title(self) -> str:
+        """The metric in words."""
+        return "validation loss" if self.name == "loss" else self.name
+
+    def value(self, run: Run) -> float:
+        """Return a run's newest value; infinity without one, of the worse sign."""
+        found = validation_figure(run, self.name)
+        if found is None or not math.isfinite(found):
+            return -math.inf if self.is_score else math.inf
+        return found
+
+    def rank(self, run: Run) -> float:
+        """Return a number that is less for a better run."""
+        return -self.value(run) if self.is_score else self.value(run)
 
 
 def varied_section(runs: Sequence[Run]) -> str:
@@ -28,9 +68,10 @@ def varied_section(runs: Sequence[Run]) -> str:
     given = _varied(runs)
     if not given:
         return ""
-    drawn = {key: _points(values, runs) for key, values in given.items()}
-    charts = [_chart(key, points) for key, points in drawn.items() if len({x for x, _, _ in points}) > 1]
-    return _table(given, runs) + (
+    metric = _Metric.of(runs)
+    drawn = {key: _points(values, runs, metric) for key, values in given.items()}
+    charts = [_chart(key, points, metric) for key, points in drawn.items() if len({x for x, _, _ in points}) > 1]
+    return _table(given, runs, metric) + (
         f'<div class="charts of-{min(len(charts), 2)}">{"".join(charts)}</div>' if charts else ""
     )
 
@@ -59,50 +100,47 @@ def _varied(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     }
 
 
-def _table(given: dict[str, list[str | None]], runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name in at(run.summary, "validation") or {} if name != "loss"))
+def _table(given: dict[str, list[str | None]], runs: Sequence[Run], metric: _Metric) -> str:
+    known = ["loss", *(name for run in runs for name in at(run.summary, "validation") or {})]
+    names = [name for name in dict.fromkeys(known) if name != metric.name]
     names = [name for name in names if any(number(run.summary, "validation", name) is not None for run in runs)]
     names = names[:_MOST_FIGURES]
-    order = sorted(range(len(runs)), key=lambda index: _rank(runs[index]))
+    order = sorted(range(len(runs)), key=lambda index: metric.rank(runs[index]))
     rows = []
     for place, index in enumerate(order):
         run = runs[index]
-        figures = [validation_loss(run), *(number(run.summary, "validation", name) for name in names)]
+        figures = [validation_figure(run, name) for name in (metric.name, *names)]
         cells = [escape("default" if values[index] is None else str(values[index])) for values in given.values()]
         cells += [escape(amount(figure)) for figure in figures]
         cells += [escape(amount(number(run.summary, "seconds"), "seconds")), escape(run.status)]
-        best = place == 0 and math.isfinite(_rank(run))
+        best = place == 0 and math.isfinite(metric.rank(run))
         rows.append([chip(index, run), *(f"<b>{cell}</b>" if best else cell for cell in cells)])
-    head = ["", *(f"<code>{escape(key)}</code>" for key in given), "validation loss", *map(escape, names), "took", ""]
+    titles = [metric.title, *("validation loss" if name == "loss" else name for name in names)]
+    head = ["", *(f"<code>{escape(key)}</code>" for key in given), *map(escape, titles), "took", ""]
     return table(head, rows, kind="numbers")
 
 
-def _rank(run: Run) -> float:
-    loss = validation_loss(run)
-    return math.inf if loss is None or not math.isfinite(loss) else loss
-
-
-def _points(values: Sequence[str | None], runs: Sequence[Run]) -> list[tuple[float, float, int]]:
-    """Return (value, validation loss, index) of each run that has both as finite numbers."""
+def _points(values: Sequence[str | None], runs: Sequence[Run], metric: _Metric) -> list[tuple[float, float, int]]:
+    """Return (value, metric, index) of each run that has both as finite numbers."""
     points = []
     for index, (value, run) in enumerate(zip(values, runs, strict=True)):
         try:
             x = float(value or "")
         except ValueError:
             continue
-        if math.isfinite(x) and math.isfinite(y := _rank(run)):
+        if math.isfinite(x) and math.isfinite(y := metric.value(run)):
             points.append((x, y, index))
     return points
 
 
-def _chart(key: str, points: Sequence[tuple[float, float, int]]) -> str:
-    """Return the chart of losses over the values of `key`."""
+def _chart(key: str, points: Sequence[tuple[float, float, int]], metric: _Metric) -> str:
+    """Return the chart of the metric over the values of `key`."""
     places = sorted({x for x, _, _ in points})
     by_factor = places[0] > 0 and places[-1] >= _WIDE * places[0]
     along = _axis([math.log(x) if by_factor else x for x in places], margin=0.08)
-    losses = [y for _, y, _ in points]
-    up = _axis(losses, margin=0.1)
-    rows = ticks(min(losses), max(losses))
+    figures = [y for _, y, _ in points]
+    up = _axis(figures, margin=0.1)
+    rows = ticks(min(figures), max(figures))
     dots = "".join(
         f'<path class="line alone" d="M{along(math.log(x) if by_factor else x):.1f} {_SIDE - up(y):.1f}h0" '
         f'stroke="var(--run-{index % 8})"/>'
@@ -119,7 +157,7 @@ def _chart(key: str, points: Sequence[tuple[float, float, int]]) -> str:
     )
     svg = f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" aria-hidden="true">{grid}{dots}</svg>'
     frame = f'<div class="frame"><div class="left">{left}</div><div class="field">{svg}</div><div class="below">{below}</div></div>'
-    return f'<figure class="plot versus"><figcaption>validation loss over <code>{escape(key)}</code></figcaption>{frame}</figure>'
+    return f'<figure class="plot versus"><figcaption>{escape(metric.title)} over <code>{escape(key)}</code></figcaption>{frame}</figure>'
 
 
 def _axis(values: Sequence[float], *, margin: float) -> Callable[[float], float]:

@@ -25,6 +25,7 @@ __all__ = [
     "prediction",
     "recoveries",
     "recovery_curve",
+    "validation_figure",
     "validation_loss",
 ]
 
@@ -160,7 +161,12 @@ def micro_batch_size(run: Run) -> float | None:
 
 def validation_loss(run: Run) -> float | None:
     """Return the newest validation loss."""
-    said, curve = number(run.summary, "validation", "loss"), run.curves.get("val/loss")
+    return validation_figure(run, "loss")
+
+
+def validation_figure(run: Run, name: str) -> float | None:
+    """Return the newest value of a metric of the validation, by its name without `val/`."""
+    said, curve = number(run.summary, "validation", name), run.curves.get(f"val/{name}")
     return said if said is not None or curve is None else curve.last
 
 

@@ -48,7 +48,8 @@ class PassageData(ResumableData):
         continuation_length: Tokens of its continuation; 0 for none.
         vocab_size: Largest vocabulary; a small corpus gives fewer tokens.
         tokenizer_file: A `tokenizer.json` to use instead of learning one.
-        pretrained: Pretrained model that provides the tokenizer, as in `smollm2-135m`; None trains one.
+        pretrained: Pretrained model that provides the tokenizer: `smollm2-135m`, a folder, an installed package or a hub id; None
+            trains one.
         val_fraction: Share of the bytes for validation, met roughly since groups stay whole.
         seed: Draws split and order.
         max_groups: Number of groups (topics, services, files) to use; None for all.

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.models.compressor.network.gpt2 import load_gpt2
 from lightning_unified.models.compressor.network.policy import KeepPolicy
-from lightning_unified.models.compressor.network.reader import Reader
+from lightning_unified.models.compressor.network.reader import Reader, embeddings_among
 from lightning_unified.models.compressor.network.slots import compact, followed_by, gated, with_separator
 from lightning_unified.models.compressor.sizes import CompressorConfig
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
@@ -31,16 +32,27 @@ class Codec(nn.Module):
         config: The sizes.
         recompute: Activation checkpointing of the reader's blocks.
         load_pretrained: Whether to load a pretrained reader's weights; False if a checkpoint follows.
+        gpt2: Source of GPT-2's weights for a reader of its architecture, see `gpt2.load_gpt2`; None for none.
     """
 
     loss_chunk_rows: int | None = None
 
-    def __init__(self, config: CompressorConfig, *, recompute: bool = False, load_pretrained: bool = True) -> None:
+    def __init__(
+        self,
+        config: CompressorConfig,
+        *,
+        recompute: bool = False,
+        load_pretrained: bool = True,
+        gpt2: str | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.policy = KeepPolicy(config.policy, width=config.reader.width)
         self.reader = _reader(config, recompute=recompute, load=load_pretrained)
         mask_embedding, separator = self.reader.own_embeddings()
+        if gpt2 is not None and load_pretrained and isinstance(self.reader, Reader) and not torch.empty(0).is_meta:
+            load_gpt2(self.reader, gpt2)
+            mask_embedding, separator = embeddings_among(self.reader.head_weight)
         self.mask_embedding, self.separator = nn.Parameter(mask_embedding), nn.Parameter(separator)
 
     def keep_logits(self, embeddings: Tensor, mask: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unified.models.compressor.network.reader import embeddings_among
 from lightning_unified.models.decoder_sizes import DecoderSizes
-from lightning_unified.models.pretrained.gguf import converted
+from lightning_unified.models.pretrained.gguf import GGUF_PACKAGES, converted
 from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
-from lightning_unified.models.pretrained.source import require
+from lightning_unified.models.pretrained.source import find_model, require
 from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
@@ -26,7 +27,6 @@ _ARCHITECTURE = {
     "tie_word_embeddings": True,
     "use_cache": False,
 }
-_NEWLINE = 198  # in the vocabulary of SmolLM2
 
 
 class PretrainedReader(RecomputeSwitch, nn.Module):
@@ -77,8 +77,7 @@ class PretrainedReader(RecomputeSwitch, nn.Module):
 
     def own_embeddings(self) -> tuple[Tensor, Tensor]:
         """Return the initial mask embedding (D), the mean of all tokens, and separator (D), a line end."""
-        weight = self.head_weight.detach()
-        return weight.mean(0), weight[min(_NEWLINE, len(weight) - 1)].clone()
+        return embeddings_among(self.head_weight)
 
     @override
     def forward(self, embeddings: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
@@ -97,8 +96,22 @@ class PretrainedReader(RecomputeSwitch, nn.Module):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a pretrained model; errors are those of `gguf.converted`."""
-    return Tokenizer.from_file(str(converted(name) / "tokenizer.json"))
+    """Return the tokenizer of a pretrained model.
+
+    Args:
+        name: A key of `gguf.GGUF_PACKAGES`, a folder, an installed package or a hub id.
+
+    Raises:
+        FileNotFoundError: If `name` is none of these, or holds no `tokenizer.json`; or as `gguf.converted`.
+    """
+    folder = converted(name) if name in GGUF_PACKAGES else find_model(name, argument="data.pretrained")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"data.pretrained={name}: {folder} holds no tokenizer.json; load the tokenizer with transformers' AutoTokenizer and call "
+            "save_pretrained."
+        )
+    return Tokenizer.from_file(str(file))
 
 
 def _loaded(name: str) -> Any:

@@ -16,9 +16,16 @@ from typing_extensions import override
 from lightning_unified.models.decoder_sizes import DecoderSizes, check_parameters
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
 
-__all__ = ["Reader"]
+__all__ = ["NEWLINE", "Reader", "embeddings_among"]
 
 _INITIAL_STD = 0.02
+NEWLINE = 198  # in the vocabularies of GPT-2 and SmolLM2
+
+
+def embeddings_among(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a mask embedding (D), the mean of a trained token table (V, D), and a separator (D), a line's end."""
+    weight = tokens.detach()
+    return weight.mean(0), weight[min(NEWLINE, len(weight) - 1)].clone()
 
 
 class _Block(nn.Module):

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
+from lightning_unified.models.pretrained.chat import ChatTokenizer
 from lightning_unified.models.wordle.game.candidates import Patterns
 from lightning_unified.models.wordle.game.state import MAX_TURNS, State
 from lightning_unified.models.wordle.game.words import WordList
@@ -22,16 +24,22 @@ class Trace:
         secret: The secret; the prompt does not contain it.
         state: The game before the guess.
         guess: The guess to make.
+        opening: The part of the answer that the prompt ends with: nothing.
     """
 
     secret: str
     state: State
     guess: str
+    opening: ClassVar[str] = ""
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation that asks for the guess."""
         return messages(self.state)
+
+    def text(self, chat: ChatTokenizer) -> str:
+        """Return the prompt, up to where the model's answer begins."""
+        return chat.render(self.messages)
 
     @property
     def completion(self) -> str:

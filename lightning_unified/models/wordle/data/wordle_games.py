@@ -5,9 +5,11 @@ The module does not import Lightning, since spawned workers load it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_unified.models.pretrained.chat import ChatTokenizer
+from lightning_unified.models.wordle.data.own_prompts import OwnPrompt, read_prompts
 from lightning_unified.models.wordle.data.traces import Trace, traces
 from lightning_unified.models.wordle.data.wordle_rows import TraceRows
 from lightning_unified.models.wordle.game.candidates import Patterns
@@ -32,7 +34,8 @@ class Games:
         train: Training secrets.
         held_out: Held-out secrets.
         chat: The tokenizer.
-        states: Turns of games; their states are prompts of the second phase.
+        states: Prompts of the second phase: turns of games, or the prompts of a file.
+        left_out: Prompts of the file that are left out, because their secret is held out.
     """
 
     words: WordList
@@ -40,7 +43,8 @@ class Games:
     train: tuple[str, ...]
     held_out: tuple[str, ...]
     chat: ChatTokenizer
-    states: tuple[Trace, ...]
+    states: tuple[Trace | OwnPrompt, ...]
+    left_out: int = 0
 
 
 def round_of(number: int, games: Games, *, length: int, seed: int, teacher: Mapping[str, Any]) -> TraceRows:
@@ -67,6 +71,7 @@ def prepare_games(
     seed: int,
     teacher: Mapping[str, Any],
     prompts: int,
+    own_prompts: str | None = None,
     tokenize: Callable[[Sequence[Trace]], ChatTokenizer],
 ) -> Games:
     """Read the words, split the secrets, and play the games whose states are prompts.
@@ -77,10 +82,12 @@ def prepare_games(
         seed: Draws the split and the games.
         teacher: Other arguments of `traces`.
         prompts: Number of different states to play for, if the words have that many.
+        own_prompts: File of prompts to ask in place of played states, see `read_prompts`.
         tokenize: Returns the tokenizer for the turns of the first round.
 
     Raises:
-        ValueError: If the teacher wins no game.
+        FileNotFoundError: If words or prompts are not there.
+        ValueError: If the teacher wins no game, or as `read_prompts`.
     """
     words = read_words(source)
     patterns = Patterns(words)
@@ -93,11 +100,26 @@ def prepare_games(
     if not states:
         raise ValueError(f"data.slips={teacher['slips']}: the teacher won no game to learn from; lower it.")
     chat = tokenize(states)
+    if own_prompts is not None:
+        known = {"words": words, "patterns": patterns, "train": train, "held_out": held_out, "chat": chat}
+        return _with_own_prompts(Path(own_prompts).expanduser(), **known)
     for number in range(1, prompts):
         if len(_asked(states)) >= prompts:  # no state occurs twice in the first epoch
             break
         states += states_of(number)
     return Games(words=words, patterns=patterns, train=train, held_out=held_out, chat=chat, states=_asked(states))
+
+
+def _with_own_prompts(path: Path, *, words: WordList, held_out: tuple[str, ...], **known: Any) -> Games:
+    """Return games whose prompts are those of a file, without the held-out secrets'."""
+    every = read_prompts(path, words)
+    asked = tuple(prompt for prompt in every if prompt.secret not in held_out)
+    if not asked:
+        raise ValueError(
+            f"data.prompts: the secret of each of the {len(every)} prompts of {path} is held out; give more prompts, or change "
+            "data.held_out_fraction or data.seed."
+        )
+    return Games(words=words, held_out=held_out, states=asked, left_out=len(every) - len(asked), **known)
 
 
 def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_unified.data.loader import BatchRows
 from lightning_unified.data.tokenizer import serial
 from lightning_unified.models.pretrained.chat import ChatTokenizer
+from lightning_unified.models.wordle.data.own_prompts import OwnPrompt
 from lightning_unified.models.wordle.data.traces import Trace
 
 __all__ = ["IGNORED", "PromptRows", "TraceRows", "pad_prompts"]
@@ -76,7 +77,7 @@ class PromptRows:
     A batch has `prompt` (P, L) int64, padded at the start, `prompt_mask` (P, L) bool, and `example` (P), the number of each.
 
     Args:
-        traces: Turns with the states to ask for.
+        asked: Turns with the states to ask for, or prompts of a file.
         chat: The tokenizer.
         length: L, the upper bound of every prompt.
 
@@ -84,8 +85,8 @@ class PromptRows:
         ValueError: If a row is longer.
     """
 
-    def __init__(self, traces: Sequence[Trace], *, chat: ChatTokenizer, length: int) -> None:
-        self._prompts = _prompts(traces, chat)
+    def __init__(self, asked: Sequence[Trace | OwnPrompt], *, chat: ChatTokenizer, length: int) -> None:
+        self._prompts = _prompts(asked, chat)
         self._pad_id, self._length = chat.pad_id, length
         longest = max((len(prompt) for prompt in self._prompts), default=0)
         if longest > length:
@@ -112,8 +113,8 @@ def pad_prompts(prompts: Sequence[Sequence[int]], pad_id: int, *, length: int) -
     return ids, torch.arange(length) >= (length - counts)[:, None]
 
 
-def _prompts(traces: Sequence[Trace], chat: ChatTokenizer) -> list[list[int]]:
-    return _encoded([chat.render(trace.messages) for trace in traces], chat)
+def _prompts(asked: Sequence[Trace | OwnPrompt], chat: ChatTokenizer) -> list[list[int]]:
+    return _encoded([one.text(chat) for one in asked], chat)
 
 
 def _encoded(texts: list[str], chat: ChatTokenizer) -> list[list[int]]:
