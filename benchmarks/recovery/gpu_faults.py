@@ -138,7 +138,7 @@ def data(batches: int = BATCHES) -> Any:
 
 
 def simulated(**options: Any) -> UnifiedStrategy:
-    """Return the strategy of a simulated Mac, without predictions and checks, which would take most of the time."""
+    """Return the strategy of a simulated Mac, without predictions and checks, which take longest."""
     return UnifiedStrategy(simulate=MACHINE, predict=False, check_split=False, **options)
 
 
