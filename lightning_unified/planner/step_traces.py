@@ -12,6 +12,7 @@ from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
+from lightning_unified.planner.repeats import Twins
 from lightning_unified.planner.traced_sizes import TracedSizes, adjusted
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
@@ -110,6 +111,7 @@ class StepTraces:
             self.rows, unit=self.unit, least=self.limits.least, micro_batch_size=self.limits.micro_batch_size
         )
         self._fake_copies: dict[Any, DryRun] = {}
+        self._twins: dict[Any, Twins] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
         self.operations = 0
 
@@ -170,7 +172,7 @@ class StepTraces:
             loss_chunk=combination.loss_chunk,
             attention=combination.attention,
         )
-        dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies)
+        dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies, twins=self._twins)
 
         def traced(*size: int, **other: Any) -> Trace:
             trace = dry_runs.step(*size, **other)

@@ -56,10 +56,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def causal_lm(family: str, *, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return a model in train mode without dropout; its output head is new each time."""
+def causal_lm(family: str, *, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    """Return a model in train mode without dropout; its output head is new each time.
+
+    `options` replace settings of its family.
+    """
     kind, settings = FAMILIES[family]
-    config = getattr(transformers, kind)(**settings)
+    config = getattr(transformers, kind)(**{**settings, **options})
     config._experts_implementation = "eager"  # the default one multiplies no float64
     config.use_cache = False
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.errors import DryRunError, LightningUnifiedError
@@ -16,9 +16,12 @@ from lightning_unified.planner.dry_run.fake_fit import FakeFit, Templates
 from lightning_unified.planner.dry_run.isolation import untouched
 from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
 from lightning_unified.planner.fake.mode import World, fake_world
+from lightning_unified.planner.repeats import Twins
 from lightning_unified.step.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["DryRun", "DryRuns"]
+
+Traced = TypeVar("Traced", Trace, Trace | None)
 
 
 class DryRun:
@@ -31,9 +34,13 @@ class DryRun:
     Args:
         recompute: The blocks that recompute their activations: True for all, False for none, a policy for some. None leaves the module
             as it is.
+        twins: The module's repeated blocks, if dry runs share them.
     """
 
-    def __init__(self, spec: StepSpec, *, recompute: RecomputePolicy | bool | None = None) -> None:
+    def __init__(
+        self, spec: StepSpec, *, recompute: RecomputePolicy | bool | None = None, twins: Twins | None = None
+    ) -> None:
+        self._twins = Twins() if twins is None else twins
         self._spec, self._templates, self._recompute = spec, Templates(spec), recompute
         self._fit: FakeFit | None = None
         # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
@@ -106,12 +113,12 @@ class DryRun:
         with contextlib.suppress(DryRunError):
             templates = self._templates if batch is None else Templates(replace(self._spec, batch=batch))
             trace = self._guarded(partial(self._further, fit, size, templates))
-            if trace.confidence != "low" and fit.recording.is_steady:
+            if trace is not None and trace.confidence != "low" and fit.recording.is_steady:
                 self._fit = fit
                 return trace
         return None
 
-    def _guarded(self, traced: Callable[[], Trace]) -> Trace:
+    def _guarded(self, traced: Callable[[], Traced]) -> Traced:
         """Return the trace, leave all else unchanged, and turn errors into `DryRunError`."""
         name, noted = type(self._spec.module).__name__, self._state.note()
         try:
@@ -132,16 +139,22 @@ class DryRun:
     def _first(self, size: StepSize, *, other: bool = False) -> Trace:
         world = World(other=other)
         with fake_world(world):
-            fit = FakeFit(self._spec, self._templates, size, recompute=self._recompute, world=world)
+            fit = FakeFit(self._spec, self._templates, size, recompute=self._recompute, world=world, twins=self._twins)
             fit.run()
+        if fit.recording.is_unlike:
+            self._twins.give_up()
+            return self._first(size, other=other)
         trace = self._trace(fit)
         if fit.can_go_on:
             self._fit = fit
         return trace
 
-    def _further(self, fit: FakeFit, size: StepSize, templates: Templates) -> Trace:
+    def _further(self, fit: FakeFit, size: StepSize, templates: Templates) -> Trace | None:
         with fake_world(fit.world):
             fit.go_on(size, templates, recompute=self._recompute)
+        if fit.recording.is_unlike:
+            self._twins.give_up()
+            return None
         return self._trace(fit)
 
     def _trace(self, fit: FakeFit) -> Trace:
@@ -180,6 +193,7 @@ class DryRuns:
     Args:
         fake_copies: Keeps the last dry run, by precision, kernel, loss chunk and attention. Combinations that differ only in recomputation share this
             mapping, and so one fake copy.
+        twins: Keeps the module's repeated blocks, by precision and attention; they hold for all fake copies.
     """
 
     def __init__(
@@ -188,9 +202,11 @@ class DryRuns:
         *,
         recompute: RecomputePolicy | bool | None = None,
         fake_copies: dict[Any, DryRun] | None = None,
+        twins: dict[Any, Twins] | None = None,
     ) -> None:
         self._spec, self._recompute = spec, recompute
         self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk, spec.attention)
+        self._twins = ({} if twins is None else twins).setdefault((spec.precision, spec.attention), Twins())
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
 
     def step(
@@ -211,7 +227,7 @@ class DryRuns:
             trace = last.go_on(rows, parts, later_rows, recompute=self._recompute, length=length, batch=batch)
         if trace is None:
             spec = self._spec if batch is None else replace(self._spec, batch=batch)
-            last = self._fake_copies[self._key] = DryRun(spec, recompute=self._recompute)
+            last = self._fake_copies[self._key] = DryRun(spec, recompute=self._recompute, twins=self._twins)
             trace = last.run(rows, parts, later_rows, length=length)
             if batch is not None:
                 del self._fake_copies[self._key]  # its own batch differs from the step's

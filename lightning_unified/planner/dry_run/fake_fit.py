@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_unified.cost_model.backends import mimic
 from lightning_unified.nn.attention import ChunkedAttention
+from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.options.loss_chunk import chunk_of
@@ -25,6 +26,7 @@ from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
 from lightning_unified.planner.fake.mode import World
 from lightning_unified.planner.fake.places import Places
 from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.planner.repeats import Replay, Twins
 from lightning_unified.step.split import splitter_of
 from lightning_unified.step.split.rules import given_to, rules_of
 
@@ -61,6 +63,7 @@ class FakeFit:
 
     Args:
         size: The size of the first step to trace.
+        twins: The module's repeated blocks, of which only a few are traced; None traces all blocks.
 
     Attributes:
         size: The size of the step that is traced next.
@@ -79,6 +82,7 @@ class FakeFit:
         *,
         recompute: RecomputePolicy | bool | None,
         world: World,
+        twins: Twins | None = None,
     ) -> None:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
         self._settings, self.attends = spec.trainer_settings(), False
@@ -104,6 +108,8 @@ class FakeFit:
             validates=spec.validates,
             batches=batches_of(spec.trainer),
         )
+        if twins is not None and self._may_skip:
+            self._replay_blocks(twins)
         self._copy_callbacks()
         self.trainer = DryRunTrainer(
             self.strategy,
@@ -164,6 +170,17 @@ class FakeFit:
             and (datamodule is None or not is_overridden("teardown", datamodule, L.LightningDataModule))
             and self.recording.is_steady
         )
+
+    @property
+    def _may_skip(self) -> bool:
+        """Whether blocks may be skipped: nothing of the module is compiled, and Lightning runs the backward pass."""
+        compiled = any(is_compiled(one) for one in self._spec.module.modules())
+        return not compiled and not self._spec.validates and self._copy.automatic_optimization
+
+    def _replay_blocks(self, twins: Twins) -> None:
+        replay = Replay(self._copy, self._recorder, twins)
+        self._places.replay, self.recording.replay = replay.called, replay
+        self.strategy.backward_has_ended = replay.outside
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 from lightning_unified.planner.fake.known_values import Answers
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.fake.storages import Lives, alike
+from lightning_unified.planner.repeats import Replay, UnlikeError
 from lightning_unified.step.results.metrics import metrics_of
 
 __all__ = ["RecordingCallback"]
@@ -42,6 +43,8 @@ class RecordingCallback(Callback):
         held: Fake copies of the tensors that other callbacks hold.
         averages: Fake copies of the callbacks that average weights.
         counters: The counters that are restored before a further step.
+        is_unlike: Whether blocks that were skipped must be traced.
+        replay: Skips repeated blocks; None traces all.
         is_steady: Whether the same storages live after the recorded step as before it.
     """
 
@@ -65,7 +68,8 @@ class RecordingCallback(Callback):
         self.held: list[Tensor] = []
         self.averages: list[Callback] = []
         self.counters: Counters | None = None
-        self.is_steady = False
+        self.is_steady = self.is_unlike = False
+        self.replay: Replay | None = None
         self._lives: list[Lives] = []
         self._goes_on = False
         answers.silent = True
@@ -124,13 +128,18 @@ class RecordingCallback(Callback):
             assert self.counters is not None
             self.counters.keep()
             self._lives = self._recorder.lives
+        if self.replay is not None:
+            self.replay.begin()
         self._recorder.begin(order=self._lives)
 
     def _look(self) -> None:
         self.wrote = self._strategy.steps > self._steps
         if self.wrote or self._validates or self._seen > _LIMIT:
             self._mark()
-            self.events = self._recorder.stop()
+            try:
+                self.events = self._recorder.stop(None if self.replay is None else self.replay.expanded)
+            except UnlikeError:
+                self.events, self.is_unlike = (), True
             self.is_steady = alike(self._recorder.lives, self._lives)
             raise _TunerExitException
 

@@ -1,6 +1,6 @@
 """The strategy of a dry run: this package's step without a device or a budget."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import lightning as L
@@ -46,6 +46,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
 
     Attributes:
         steps: The number of optimizer steps so far.
+        backward_has_ended: Called at the end of each backward pass.
     """
 
     strategy_name = "unified_dry_run"
@@ -75,6 +76,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         self.policy.batches.known_roles = dict(roles)
         self._is_prepared = is_prepared
         self.steps = 0
+        self.backward_has_ended: Callable[[], None] = _nothing
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
 
     @override
@@ -142,6 +144,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
 
     def _backward_ends(self) -> None:
         self.mark_gradients()
+        self.backward_has_ended()
         self._recorder.phase = "forward"  # the next micro-batch may follow
 
     def batch_has_run(self) -> None:
@@ -177,6 +180,10 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         self._recorder.mark(_tensors_of_state(self.optimizers), "optimizer state")
         if self._backend != "cpu":
             self._recorder.drop(host_state(self.optimizers))
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class _Steps(UnifiedOptimization):

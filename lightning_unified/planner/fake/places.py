@@ -4,8 +4,9 @@ In the forward pass, it is the innermost open call. In the backward pass, autogr
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ __all__ = ["Places"]
 
 
 class Places:
-    """Follows the calls of a module's submodules without hooks, which disable fast paths."""
+    """Follows the calls of a module's submodules without hooks, which disable fast paths.
+
+    Attributes:
+        replay: Returns the result of a module's call, given the module, the call and its arguments; None calls every module.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {id(child): name for name, child in module.named_modules()}
         self._open: list[str] = []
         self._numbers: list[int] = []
         self._at: list[str] = []
+        self.replay: Callable[[nn.Module, Callable[[], Any], Any, Any], Any] | None = None
 
     def here(self) -> str:
         """Return the name of the innermost module that runs; empty outside all of them.
@@ -48,16 +54,22 @@ class Places:
             name = self._names.get(id(module))
             if name is None:
                 return called(module, *args, **kwargs)
-            self._open.append(name)
-            self._note()
-            try:
-                return called(module, *args, **kwargs)
-            finally:
-                self._open.pop()
-                self._note()
+            if self.replay is None:
+                return self._inside(name, called, module, args, kwargs)
+            inside = partial(self._inside, name, called, module, args, kwargs)
+            return self.replay(module, inside, args, kwargs)
 
         with replaced(nn.Module, "__call__", call):
             yield
+
+    def _inside(self, name: str, called: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._open.append(name)
+        self._note()
+        try:
+            return called(module, *args, **kwargs)
+        finally:
+            self._open.pop()
+            self._note()
 
     def _note(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

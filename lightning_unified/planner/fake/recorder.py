@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         phase: The phase of the operations that follow.
+        storages: The live storages and the events.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self._known = known
         self.phase: Phase = "setup"
         self._backend, self._place = backend, place
-        self._storages = Storages(widths)
+        self.storages = Storages(widths)
         self._facts: dict[Any, _Facts] = {}
         self._is_paused = False
 
@@ -105,16 +106,16 @@ class Recorder(TorchDispatchMode):
         """Note a fused kernel that stores `results`, and reads and writes `moved` bytes."""
         if self._is_paused:
             return
-        if self._storages.events is not None:
+        if self.storages.events is not None:
             dtype = next((str(one.dtype).removeprefix("torch.") for one in results if one.is_floating_point()), "")
-            self._storages.events.append(Work("fused", self.phase, self._place(), 0, moved, dtype))
+            self.storages.events.append(Work("fused", self.phase, self._place(), 0, moved, dtype))
         for tensor in _strided(results):
-            self._storages.enter(tensor, self.phase)
+            self.storages.enter(tensor, self.phase)
 
     @property
     def lives(self) -> list[Lives]:
         """The category and bytes of each live storage."""
-        return self._storages.lives
+        return self.storages.lives
 
     def begin(self, *, order: Sequence[Lives] | None = None) -> None:
         """Begin the trace here, with an allocation of each live storage.
@@ -124,16 +125,19 @@ class Recorder(TorchDispatchMode):
         Raises:
             ValueError: If the live storages differ from `order`.
         """
-        self._storages.begin(order)
+        self.storages.begin(order)
 
-    def stop(self) -> tuple[Event, ...]:
-        """End the recording, and return its events; each allocation has its category."""
-        return self._storages.stop()
+    def stop(self, expand: Callable[[list[Any]], list[Any]] | None = None) -> tuple[Event, ...]:
+        """End the recording, and return its events; each allocation has its category.
+
+        `expand` is as for `Storages.stop`.
+        """
+        return self.storages.stop(expand)
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of the tensors' storages; a storage not seen before is allocated now."""
         for tensor in _strided(tensors):
-            self._storages.enter(tensor, self.phase).category = category
+            self.storages.enter(tensor, self.phase).category = category
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Count the tensors' storages as 0 bytes.
@@ -141,7 +145,7 @@ class Recorder(TorchDispatchMode):
         On the backend that is meant, they lie in other memory.
         """
         for tensor in _strided(tensors):
-            self._storages.enter(tensor, self.phase).bytes = 0
+            self.storages.enter(tensor, self.phase).bytes = 0
 
     def backward_begins(self) -> None:
         """Begin the backward phase.
@@ -149,7 +153,7 @@ class Recorder(TorchDispatchMode):
         Storages that the forward pass made and that still live are activations or logits.
         """
         self.phase = "backward"
-        for storage in self._storages.live.values():
+        for storage in self.storages.live.values():
             if storage.category is None and storage.in_forward:
                 storage.category = "logits" if storage.wide else "activations"
 
@@ -172,7 +176,7 @@ class Recorder(TorchDispatchMode):
         result = NotImplemented if self._known is None else self._known(func, args, kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
-        storages = self._storages
+        storages = self.storages
         storages.forget_sum()
         facts = self._facts.get(func)
         if facts is None:
@@ -195,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
         Return the first result's storage.
         """
-        storages, waiting = self._storages, list(reversed(outputs))
+        storages, waiting = self.storages, list(reversed(outputs))
         entered = [storages.enter(waiting.pop(), self.phase) for _ in range(len(waiting) - hidden.order.count(RESULT))]
         inside: list[Storage] = []
         for step in hidden.order:
@@ -231,7 +235,7 @@ class Recorder(TorchDispatchMode):
         """
         is_sum = isinstance(term, Tensor) and not term._is_view()
         if is_sum and not torch.is_grad_enabled() and _called_by_engine():
-            self._storages.note_sum(result, term)
+            self.storages.note_sum(result, term)
 
 
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,9 +77,14 @@ class Storages:
         self.events = [Work(op="", phase="setup"), *living]
         self._sum = None
 
-    def stop(self) -> tuple[Event, ...]:
-        """End the recording, and return its events; each allocation has its category."""
+    def stop(self, expand: Callable[[list[Any]], list[Any]] | None = None) -> tuple[Event, ...]:
+        """End the recording, and return its events; each allocation has its category.
+
+        Args:
+            expand: Completes the events first.
+        """
         raw, self.events = self.events or [], None
+        raw = raw if expand is None else expand(raw)
         return tuple(
             Take(one.number, one.bytes, one.category or "temporaries") if isinstance(one, Storage) else one
             for one in raw
@@ -95,19 +100,32 @@ class Storages:
                 self._resize(key, storage, count)
             return self.live[key]
         storage = self.take(count)
-        if phase == "forward":
+        if phase == "batch":
+            storage.category = "batch"
+        return self._follow(tensor, storage, in_forward=phase == "forward")
+
+    def bind(self, tensor: Tensor, *, in_forward: bool = False) -> Storage:
+        """Follow a new tensor's storage without noting its allocation, whose place is found later."""
+        return self._follow(tensor, self.reserve(tensor.untyped_storage().nbytes()), in_forward=in_forward)
+
+    def _follow(self, tensor: Tensor, storage: Storage, *, in_forward: bool) -> Storage:
+        untyped = tensor.untyped_storage()
+        key = untyped._cdata
+        if in_forward:
             storage.in_forward = True
             storage.wide = bool(self._widths) and not self._widths.isdisjoint(tensor.shape[1:])
-        elif phase == "batch":
-            storage.category = "batch"
         self.live[key] = storage
         self._references[key] = weakref.ref(untyped, partial(self._gone, key))
         return storage
 
+    def reserve(self, count: int) -> Storage:
+        """Return a storage of `count` bytes with a number of its own, and note nothing."""
+        self._count += 1
+        return Storage(self._count, count)
+
     def take(self, count: int) -> Storage:
         """Note an allocation of `count` bytes."""
-        self._count += 1
-        storage = Storage(self._count, count)
+        storage = self.reserve(count)
         if self.events is not None:
             self.events.append(storage)
         return storage

@@ -1,0 +1,285 @@
+"""Skip the repeated blocks of a dry run: a call returns a tensor like its twin's, and marks its place."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from typing_extensions import override
+
+from lightning_unified.cost_model.trace.trace import Give
+from lightning_unified.nn.recomputing import is_recomputed
+from lightning_unified.planner.fake.known_values import value_of
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.planner.fake.storages import Storage
+from lightning_unified.planner.repeats.expansion import Raw, UnlikeError, expanded, segments_of
+from lightning_unified.planner.repeats.marks import Mark
+from lightning_unified.planner.repeats.twins import Run, Twins, blocks_of, state_of
+
+__all__ = ["Replay"]
+
+_PLAIN = (int, float, bool, str, torch.dtype, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The call of a block: the one tensor that needs a gradient, and what identifies a call like it.
+
+    Attributes:
+        given: The tensor.
+        kind: Equal for calls that run alike.
+    """
+
+    given: Tensor
+    kind: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """The call of a block that ran, and the layout of its output."""
+
+    kind: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    in_tuple: bool
+
+
+class Replay:
+    """Skips the blocks of one fake copy that have twins.
+
+    In each micro-batch, the first three blocks of a run and its last one run. The second and the third must have equal events, which all
+    blocks between then have too. The first may differ because of the operations before it, and the last because of those after it. A
+    block is skipped only if it is called as the second was: with a tensor of the same layout in place of the one that needs a gradient,
+    and with the same other arguments.
+
+    Args:
+        module: The fake copy.
+        recorder: The recorder of its steps.
+        twins: The runs of equal blocks; learnt from this copy's first step if no copy was traced before.
+    """
+
+    def __init__(self, module: nn.Module, recorder: Recorder, twins: Twins) -> None:
+        self._recorder, self._storages, self._twins = recorder, recorder.storages, twins
+        self._blocks = blocks_of(module)
+        self._names = list(self._blocks)
+        self._indices = {id(block): index for index, block in enumerate(self._blocks.values())}
+        self._parameters = [dict(block.named_parameters()) for block in self._blocks.values()]
+        self._calls: Counter[int] = Counter()
+        self._traced: dict[tuple[int, int], _Traced] = {}
+        self._changed: set[int] = set()
+        self._has_begun = (
+            False  # the first step on a copy runs all blocks: it decides the order in which weights begin to live
+        )
+        self._last: weakref.ref[Tensor] | None = None
+        self._skipped: dict[int, tuple[int, int]] = {}
+        if not self._names:
+            twins.give_up()
+        if twins.runs is None:
+            self._storages.events = []  # the first step is recorded to learn from it
+
+    def begin(self) -> None:
+        """Begin a step to trace; learn from the one before, if it was the first."""
+        if self._twins.runs is None:
+            self._twins.learn(self._storages.events or [], self._blocks, changed=self._changed)
+        self._has_begun = True
+        self._calls.clear()
+        self._traced.clear()
+        self._skipped.clear()
+
+    def outside(self) -> None:
+        """Mark that no block runs from here on."""
+        self._note(Mark(None))
+
+    def expanded(self, raw: Sequence[Raw]) -> list[Any]:
+        """Return the recording of a step with the events of the blocks that were skipped.
+
+        Raises:
+            UnlikeError: If twins differ.
+        """
+        if not self._skipped:
+            return [event for event in raw if not isinstance(event, Mark)]
+        segments = segments_of(raw)
+        for (direction, _, block), segment in segments.items():
+            if segment.mark.skipped and not all(isinstance(event, Give) for event in segment.events):
+                raise UnlikeError("operations run between two blocks")
+            run = next((run for run in self._twins.runs or () if block == run.twins[0]), None)
+            if run is None or direction == "backward" or is_recomputed(self._blocks[self._names[block]]):
+                continue
+            if tuple(segment.works(self._names[block])) != run.works:
+                raise UnlikeError("a block runs other operations than when it was learnt")
+        return expanded(raw, names=self._names, twins=self._skipped, reserve=self._storages.reserve)
+
+    def called(self, module: nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Return the result of a module's call; a block with a twin does not run."""
+        block = self._indices.get(id(module))
+        if block is None or self._twins.runs == [] or not torch.is_grad_enabled():
+            return call()
+        if torch._C._current_autograd_node() is not None:
+            return call()  # a backward pass runs it again
+        part, made = self._calls[block], self._call(args, kwargs)
+        self._calls[block] += 1
+        run = self._twins.run_of(block)
+        if self._has_begun and run is not None and made is not None and self._is_like_its_twin(run, module, part, made):
+            return self._skip(run, block, part, made.given)
+        return self._run(module, block, part, made, call)
+
+    def _run(self, module: nn.Module, block: int, part: int, made: _Call | None, call: Callable[[], Any]) -> Any:
+        """Run a block, and mark its passes."""
+        mark = self._note(Mark(("forward", part, block)))
+        learns = self._twins.runs is None
+        before = state_of(module) if learns else None
+        result = call()
+        if learns and state_of(module) != before:
+            self._changed.add(block)
+        output: Any = result[0] if isinstance(result, tuple) and len(result) == 1 else result
+        is_plain = isinstance(output, Tensor) and output.grad_fn is not None and value_of(output) is None
+        given = None if made is None else made.given
+        if not is_plain or output.storage_offset() or (given is not None and output.grad_fn is given.grad_fn):
+            self.outside()
+            self._last = None
+            return result
+        mark.result = self._storage_of(output)
+        if made is not None:
+            self._traced[part, block] = _Traced(
+                made.kind, output.shape, output.stride(), output.dtype, isinstance(result, tuple)
+            )
+        turn = _Turn(self, block, part)
+        output.grad_fn.register_prehook(turn.begin)  # pyright: ignore[reportOptionalMemberAccess]
+        if given is not None and given.grad_fn is not None:
+            is_next = self._last is not None and self._last() is given
+            given.grad_fn.register_prehook(partial(turn.end, is_last=not is_next))
+        self._last = weakref.ref(output)
+        if block + 1 == len(self._names):
+            self.outside()
+        return result
+
+    def _skip(self, run: Run, block: int, part: int, given: Tensor) -> Any:
+        """Return a tensor like the output of the block's twin."""
+        like = self._traced[part, run.twins[0]]
+        mark = self._note(Mark(("forward", part, block), skipped=True))
+        self._skipped[block] = run.twins
+        output: Any = _Skip.apply(given, self, run, block, part, like)
+        mark.result = self._storages.bind(output, in_forward=True)
+        self._last = weakref.ref(output)
+        return (output,) if like.in_tuple else output
+
+    def skip_backward(self, run: Run, block: int, part: int, gradient: Tensor, given: Any) -> Tensor:
+        """Return the gradient of a skipped block's input, and allocate those of its parameters."""
+        self._storages.forget_sum()
+        mark = self._note(Mark(("backward", part, block), skipped=True))
+        parameters = self._parameters[block]
+        for name in run.gradients:
+            parameter = parameters[name]
+            if parameter.grad is None:
+                parameter.grad = self.empty(parameter.shape, parameter.stride(), parameter.dtype)
+                mark.gradients[name] = self._storages.bind(parameter.grad)
+        if run.passes:
+            return gradient
+        result = self.empty(*given)
+        mark.result = self._storages.bind(result)
+        return result
+
+    def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a new tensor that is not recorded."""
+        with self._recorder.paused(paused=True), torch.no_grad():
+            return torch.empty_strided(shape, stride, dtype=dtype)
+
+    def _is_like_its_twin(self, run: Run, module: nn.Module, part: int, made: _Call) -> bool:
+        first, second = (self._traced.get((part, twin)) for twin in run.twins)
+        if first is None or second is None or not first.kind == second.kind == made.kind:
+            return False
+        last, names = self._last, self._names
+        is_next = last is not None and last() is made.given
+        others = (self._blocks[names[other]] for other in range(run.first + 1, run.end - 1))
+        recomputes = is_recomputed(module)
+        return is_next and all(is_recomputed(other) == recomputes for other in others)
+
+    def _call(self, args: Any, kwargs: Any) -> _Call | None:
+        """Return the call; None if it cannot be that of a twin."""
+        leaves, shape = tree_flatten((args, kwargs))
+        moving = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
+        if len(moving) != 1 or moving[0].storage_offset():
+            return None
+        given = moving[0]
+        kind: list[Any] = [shape, given.shape, given.stride(), given.dtype, torch.is_autocast_enabled("cpu")]
+        for one in leaves:
+            if one is given:
+                kind.append("given")
+            elif isinstance(one, Tensor):
+                kind.append(id(one))
+            elif isinstance(one, _PLAIN):
+                kind.append(one)
+            else:
+                return None
+        return _Call(given, kind)
+
+    def _note(self, mark: Mark) -> Mark:
+        events: Any = self._storages.events
+        if events is not None:
+            events.append(mark)
+        return mark
+
+    def _storage_of(self, tensor: Tensor | None) -> Storage | None:
+        return None if tensor is None else self._storages.live.get(tensor.untyped_storage()._cdata)
+
+
+class _Turn:
+    """The backward pass of a block that ran; holds no tensor."""
+
+    def __init__(self, replay: Replay, block: int, part: int) -> None:
+        self._replay, self._block, self._part = replay, block, part
+        self._mark: Mark | None = None
+        self._incoming: Storage | None = None
+        self._waiting: list[str] = []
+
+    def begin(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Mark the begin of the pass."""
+        replay = self._replay
+        self._mark = replay._note(Mark(("backward", self._part, self._block)))
+        self._incoming = replay._storage_of(gradients[0])
+        self._waiting = [name for name, one in replay._parameters[self._block].items() if one.grad is None]
+
+    def end(self, gradients: tuple[Tensor | None, ...], *, is_last: bool) -> None:
+        """Note the results of the pass.
+
+        Args:
+            gradients: The gradient of the block's input.
+            is_last: Whether no block's pass follows.
+        """
+        replay, mark = self._replay, self._mark
+        if mark is None:
+            return
+        made = replay._storage_of(gradients[0])
+        mark.result = None if made is self._incoming else made
+        parameters = replay._parameters[self._block]
+        found = {name: replay._storage_of(parameters[name].grad) for name in self._waiting}
+        mark.gradients = {name: one for name, one in found.items() if one is not None}
+        if replay._twins.runs is None:
+            order = {id(one): at for at, one in enumerate(replay._storages.live.values())}
+            mark.gradients = dict(sorted(mark.gradients.items(), key=lambda item: order[id(item[1])]))
+        if is_last:
+            replay.outside()
+
+
+class _Skip(torch.autograd.Function):
+    """Stands for a skipped block in autograd's graph; saves no tensor."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, given: Tensor, replay: Replay, run: Run, block: int, part: int, like: _Traced) -> Tensor:
+        ctx.replay, ctx.turn = replay, (run, block, part)
+        ctx.given = given.shape, given.stride(), given.dtype
+        return replay.empty(like.shape, like.stride, like.dtype)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (gradient,) = grad_outputs
+        result = ctx.replay.skip_backward(*ctx.turn, gradient, ctx.given)
+        return result, None, None, None, None, None

@@ -1,0 +1,169 @@
+"""Find the twins among a module's blocks: equal structure, and equal events in a step that runs them all."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.nn.compiled import is_compiled
+from lightning_unified.planner.fake.value_shapes import READS
+from lightning_unified.planner.repeats.expansion import Births, Raw, Segment, UnlikeError, normal, segments_of
+from lightning_unified.planner.repeats.marks import Span
+
+__all__ = ["Run", "Twins", "blocks_of", "state_of"]
+
+_TRACED = 4  # blocks of a run that are always traced: the first three and the last
+_READS = frozenset(map(str, READS)) | {"aten.index.Tensor"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive blocks that run alike, but perhaps for the first and the last.
+
+    Attributes:
+        first, end: The first block, and the one after the last.
+        gradients: The names of the parameters whose gradients the backward pass allocates, in that order.
+        passes: Whether the gradient of the output becomes that of the input, so that the backward pass allocates none.
+        works: The operations of a block's forward pass, with their places in the block.
+    """
+
+    first: int
+    end: int
+    gradients: tuple[str, ...]
+    passes: bool
+    works: tuple[tuple[str, str], ...]
+
+    @property
+    def twins(self) -> tuple[int, int]:
+        """The block whose events are copied, and the one whose events must equal them."""
+        return self.first + 1, self.first + 2
+
+    @property
+    def skipped(self) -> range:
+        """The blocks that need not run."""
+        return range(self.first + 3, self.end - 1)
+
+
+class Twins:
+    """The runs of equal blocks of one module at one precision, learnt once and used by each of its fake copies.
+
+    Attributes:
+        runs: The runs; None before a step was learnt from.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[Run] | None = None
+
+    def give_up(self) -> None:
+        """Trace all blocks from now on."""
+        self.runs = []
+
+    def run_of(self, block: int) -> Run | None:
+        """Return the run in which a block is skipped."""
+        return next((run for run in self.runs or () if block in run.skipped), None)
+
+    def learn(self, raw: Sequence[Raw], blocks: Mapping[str, nn.Module], *, changed: set[int]) -> None:
+        """Find the runs in the recording of a step in which all blocks ran.
+
+        Args:
+            raw: The recording.
+            blocks: The blocks by their names.
+            changed: The blocks whose call changed state.
+        """
+        names, self.runs = list(blocks), []
+        try:
+            segments = segments_of(raw)
+        except UnlikeError:
+            return
+        births = Births(segments)
+        for first, end in _alike(list(blocks.values())):
+            if changed.isdisjoint(range(first, end)):
+                run = _run(first, end, segments, births, names)
+                self.runs += [] if run is None else [run]
+
+
+def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a module whose parameters are all their own; empty if it has none."""
+    try:
+        found = find_blocks(module)
+    except ValueError:
+        return {}
+    often = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
+    own = all(often[id(one)] == 1 for block in found.modules.values() for one in block.parameters())
+    return found.modules if own and not found.checkpointed else {}
+
+
+def state_of(block: nn.Module) -> list[Any]:
+    """Return the state that a block's call may change: attributes, buffers and Python's random state."""
+    found: list[Any] = [hash(random.getstate()), hash(str(np.random.get_state()))]  # noqa: NPY002
+    for child in block.modules():
+        for name, value in vars(child).items():
+            size = len(value) if isinstance(value, (list, dict, set)) else None
+            found.append((name, id(value), size))
+        found += [(id(one), one._version) for one in child._buffers.values() if one is not None]
+    return found
+
+
+def _run(first: int, end: int, segments: Mapping[Span, Segment], births: Births, names: Sequence[str]) -> Run | None:
+    """Return the run from `first` to `end`; None if blocks between its ends differ, or read values."""
+    forward, backward = (
+        [segments.get((direction, 0, block)) for block in range(first + 1, end - 1)]
+        for direction in ("forward", "backward")
+    )
+    known = [segment for segment in (*forward, *backward) if segment is not None]
+    if len(known) < 2 * (end - first - 2):
+        return None
+    try:
+        kinds = [normal(segment, births, names) for segment in known]
+    except UnlikeError:
+        return None
+    count = len(forward)
+    if any(kind != kinds[0] for kind in kinds[:count]) or any(kind != kinds[count] for kind in kinds[count:]):
+        return None
+    works, mark = known[0].works(names[first + 1]), known[count].mark
+    orders = {tuple(segment.mark.gradients) for segment in known[count:]}
+    if len(orders) > 1 or any(op in _READS for segment in (known[0], known[count]) for op, _ in segment.works("")):
+        return None
+    return Run(first=first, end=end, gradients=tuple(mark.gradients), passes=mark.result is None, works=tuple(works))
+
+
+def _alike(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """Return the first block and the end of each run of one structure that is long enough to skip some."""
+    kinds = [_structure(block) for block in blocks]
+    found, first = [], 0
+    for at in range(1, len(kinds) + 1):
+        if at == len(kinds) or kinds[at] is None or kinds[at] != kinds[first]:
+            if kinds[first] is not None and at - first > _TRACED:
+                found.append((first, at))
+            first = at
+    return found
+
+
+def _structure(block: nn.Module) -> Any:
+    """Return the classes and parameters of a block; None if hooks see its calls or gradients."""
+    found: list[Any] = []
+    for name, child in block.named_modules():
+        if is_compiled(child) or any(getattr(child, hooks, None) for hooks in _HOOKS):
+            return None
+        found.append((name, type(child), child.training))
+        for tensors in (child._parameters, child._buffers):
+            for key, one in tensors.items():
+                if one is not None and _has_hooks(one):
+                    return None
+                found.append((key, None if one is None else (one.shape, one.stride(), one.dtype, one.requires_grad)))
+    return found
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -1,0 +1,353 @@
+"""A dry run that skips repeated blocks records the events of one that runs them all."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_unified.cost_model.trace.trace import Give, Work
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.dry_run import DryRuns, StepSpec
+from lightning_unified.planner.fake.storages import Storage
+from lightning_unified.planner.repeats import Twins, UnlikeError
+from lightning_unified.planner.repeats.expansion import expanded
+from lightning_unified.planner.repeats.marks import Mark
+from tests.planner.test_dry_runs import numbered
+from tests.support.causal_lms import VOCABULARY, causal_lm
+from tests.support.lanes import slow
+from tests.support.modules.dry_run_zoo import Transformer
+
+SIZES = ((4, 1), (2, 2), (3, 2))
+
+
+class Block(nn.Module):
+    """A block with attention, dropout and a layer that is used twice."""
+
+    def __init__(self, width=8, dropout=0.0):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.wide, self.narrow, self.dropout = nn.Linear(width, 16), nn.Linear(16, width), nn.Dropout(dropout)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        return x + self.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))))
+
+
+class Noisy(Block):
+    def __init__(self):
+        super().__init__(dropout=0.1)
+
+
+class NoStream(Block):
+    """Its input's gradient is a new storage."""
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class Adapted(Block):
+    """Frozen, with a trained low-rank layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.low = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False))
+
+    def forward(self, x):
+        return super().forward(x) + self.low(x)
+
+
+class Reads(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * y.mean().item()
+
+
+class Counts(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Stores(Block):
+    def forward(self, x):
+        self.last = x
+        return super().forward(x)
+
+
+class Collects(Block):
+    def __init__(self):
+        super().__init__()
+        self.all = []
+
+    def forward(self, x):
+        self.all.append(x.mean())
+        return super().forward(x)
+
+
+class Hooked(Block):
+    def __init__(self):
+        super().__init__()
+        self.wide.register_forward_hook(lambda *_: None)
+
+
+class Stack(Transformer):
+    """A stack of blocks between a table and a head of its weight."""
+
+    kind, frozen = Block, False
+
+    def __init__(self, depth=7):
+        super().__init__(width=8, layers=1, heads=1, length=6, vocabulary=20)
+        self.blocks = nn.ModuleList(self.kind() for _ in range(depth))
+        if self.frozen:
+            self.tokens.requires_grad_(False)
+            self.positions.requires_grad_(False)
+
+    @staticmethod
+    def batch(rows):
+        return Transformer.batch(rows, length=6, vocabulary=20)
+
+
+def stack_of(block, frozen=False):
+    return type(block.__name__ + "Stack", (Stack,), {"kind": block, "frozen": frozen})
+
+
+class Numbered(Block):
+    """Runs another operation by its number, which its structure does not show."""
+
+    number, others = 0, ()
+
+    def forward(self, x):
+        return super().forward(x.sin() if self.number in self.others else x)
+
+
+class Pairs(Stack):
+    """Every second block differs."""
+
+    kind, others = Numbered, (1, 3, 5, 7)
+
+    def __init__(self):
+        super().__init__(depth=9)
+        for number, block in enumerate(self.blocks):
+            block.number, block.others = number, self.others
+
+
+class OneDiffers(Pairs):
+    """Blocks are equal but for one in the middle."""
+
+    others = (5,)
+
+
+class Custom(Stack):
+    """A forward pass of its subclass."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.through(self.tokens(batch["tokens"]))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch["labels"].flatten())
+
+
+class Twice(Custom):
+    def through(self, x):
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
+
+
+class Between(Custom):
+    def through(self, x):
+        for block in self.blocks:
+            x = block(x) * 1.5
+        return x
+
+
+class AllStates(Custom):
+    """The sum of all blocks' outputs gets the loss."""
+
+    def through(self, x):
+        states = [x]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return sum(states)
+
+
+class Holds(Custom):
+    """Keeps all blocks' outputs to the end of the forward pass."""
+
+    def through(self, x):
+        states = [x]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return states[-1]
+
+
+class Skips(Custom):
+    """Leaves out a block in every other call, as stochastic depth does."""
+
+    calls = 0
+
+    def through(self, x):
+        self.calls += 1
+        for index, block in enumerate(self.blocks):
+            x = x if index == 4 and self.calls % 2 else block(x)
+        return x
+
+
+class Language(Stack):
+    """A causal language model of transformers."""
+
+    family, options, adapters = "Qwen2", {"num_hidden_layers": 7}, False
+
+    def __init__(self):
+        super().__init__(depth=1)
+        del self.blocks, self.tokens, self.positions, self.norm, self.head
+        self.net = causal_lm(self.family, dtype=torch.float32, **self.options)
+        if self.adapters:
+            for name, parameter in self.net.named_parameters():
+                parameter.requires_grad_("q_proj.weight" in name)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(input_ids=batch["tokens"], labels=batch["labels"], use_cache=False).loss
+
+    @staticmethod
+    def batch(rows):
+        return Transformer.batch(rows, length=6, vocabulary=VOCABULARY)
+
+
+def language(family, **attributes):
+    return type(family, (Language,), {"family": family, **attributes})
+
+
+def both(kind, **setting):
+    """Traces with repeated blocks skipped and with all blocks run, and the runs that were found."""
+    module, recompute = kind(), setting.pop("recompute", None)
+    step = StepSpec(module=module, batch=kind.batch(4), **setting)
+    asked, found = [], {}
+    for runs in (None, []):
+        twins = Twins()
+        twins.runs = runs
+        kept = {(step.precision, step.attention): twins}
+        dry_runs = DryRuns(step, recompute=recompute, twins=kept)
+        asked.append([dry_runs.step(rows, parts) for rows, parts in SIZES])
+        found[runs is None] = twins.runs
+    return *asked, found[True]
+
+
+MPS, CUDA = {"backend": "mps", "precision": "bf16-mixed"}, {"backend": "cuda", "precision": "bf16-mixed"}
+ALL, KEPT = {"recompute": True}, {"recompute": RecomputePolicy(blocks="all", keep_attention=True)}
+SKIPPED = [
+    slow(Stack, {}),
+    slow(Stack, CUDA),
+    slow(Stack, {**MPS, **ALL}),
+    slow(Stack, {**CUDA, **KEPT}),
+    slow(Stack, {"precision": "bf16-true"}),
+    slow(stack_of(Noisy), {**CUDA, **ALL}),
+    slow(stack_of(NoStream), MPS),
+    (stack_of(Adapted, frozen=True), MPS),
+    slow(stack_of(Adapted), {**CUDA, **ALL}),
+    slow(Holds, {}),
+    slow(language("Qwen2"), CUDA),
+    slow(language("Qwen2", adapters=True), {**MPS, **ALL}),
+    slow(language("Llama"), {}),
+    slow(language("GPT2", options={"n_layer": 7}), MPS),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), SKIPPED)
+def test_traces_equal_those_of_all_blocks_event_for_event(kind, setting):
+    skipped, full, runs = both(kind, **setting)
+
+    assert [len(run.skipped) for run in runs] == [3]
+    assert list(map(numbered, skipped)) == list(map(numbered, full))
+
+
+def shared(twins):
+    """Traces on two fake copies that share the repeated blocks, one of them with a chunked loss."""
+    module, copies, setting = language("Qwen2")(), {}, {"precision": "bf16-true", "backend": "mps"}
+    found = []
+    for chunk, recompute, size in ((None, False, (4, 1)), (8, True, (4, 1)), (8, False, (3, 2))):
+        step = StepSpec(module=module, batch=module.batch(4), loss_chunk=chunk, **setting)
+        dry_runs = DryRuns(
+            step, recompute=recompute, fake_copies=copies, twins={(step.precision, step.attention): twins}
+        )
+        found.append(numbered(dry_runs.step(*size)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_second_fake_copy_keeps_the_order_in_which_weights_began_to_live():
+    full = Twins()
+    full.give_up()
+
+    assert shared(Twins()) == shared(full)
+
+
+TRACED = [
+    slow(stack_of(Reads), {}),
+    slow(stack_of(Counts), {}),
+    slow(stack_of(Stores), MPS),
+    slow(stack_of(Collects), {}),
+    slow(stack_of(Hooked), ALL),
+    slow(Pairs, {}),
+    slow(OneDiffers, {}),
+    slow(Twice, CUDA),
+    (Between, {}),
+    slow(AllStates, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "setting"), TRACED)
+def test_blocks_that_differ_or_change_state_are_all_traced(kind, setting):
+    skipped, full, runs = both(kind, **setting)
+
+    assert runs == []
+    assert list(map(numbered, skipped)) == list(map(numbered, full))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Skips, language("Gemma2")])
+def test_blocks_called_unlike_their_twins_give_the_trace_of_all_blocks(kind):
+    skipped, full, _ = both(kind)
+
+    assert list(map(numbered, skipped)) == list(map(numbered, full))
+
+
+def recording(*, third=16):
+    """A recording of three blocks' forward passes, of which the last was skipped."""
+    storages = [Storage(number, count) for number, count in enumerate((16, third, 16, 16))]
+    raw = []
+    for block in (0, 1, 2):
+        own = storages[block + 1]
+        skipped = block == 2
+        raw.append(Mark(("forward", 0, block), skipped=skipped, result=own))
+        raw += [] if skipped else [Work("aten.relu.default", "forward", f"net.{block}.act"), own]
+    return [storages[0], *raw]
+
+
+def expand(raw):
+    reserve = lambda count: Storage(99, count)  # noqa: E731
+    return expanded(raw, names=["net.0", "net.1", "net.2"], twins={2: (0, 1)}, reserve=reserve)
+
+
+def test_a_skipped_block_gets_its_twins_operations_under_its_own_name():
+    *_, work, storage = expand(recording())
+
+    assert work == Work("aten.relu.default", "forward", "net.2.act")
+    assert (storage.number, storage.bytes) == (3, 16)
+
+
+def test_twins_that_allocate_other_bytes_are_refused():
+    raw = recording()
+    raw[3].bytes = 32
+
+    with pytest.raises(UnlikeError, match="two blocks differ"):
+        expand(raw)
+
+
+def test_a_storage_that_ends_twice_is_refused():
+    with pytest.raises(UnlikeError, match="does not live"):
+        expand([*recording(), Give(0), Give(0)])
