@@ -98,9 +98,7 @@ class CommandQueue:
         return fill
 
 
-def _lost(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fill: "Callable[[Tensor], None]"
-) -> Any:
+def _lost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fill: "Callable[[Tensor], None]") -> Any:
     """Run an operation for the shapes of its results and the host's side of it, and take its writes back."""
     schema = func._schema
     given = [*zip(schema.arguments, args, strict=False)]
