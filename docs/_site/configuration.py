@@ -43,7 +43,7 @@ class Choice:
 
 def groups() -> list[str]:
     """Return the groups of conf/; `""` stands for the files beside them."""
-    return ["", *sorted(path.name for path in CONF.iterdir() if path.is_dir())]
+    return ["", *sorted(path.name for path in CONF.iterdir() if any(path.rglob("*.yaml")))]
 
 
 @functools.cache

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
-from lightning_unified.cost_model.generation import Generated, generation_before
+from lightning_unified.cost_model.generation import generation_before
+from lightning_unified.cost_model.trace.sampling import with_sampling
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
@@ -113,6 +114,7 @@ class StepTraces:
         self._fake_copies: dict[Any, DryRun] = {}
         self._twins: dict[Any, Twins] = {}
         self._sizes: dict[Combination, TracedSizes] = {}
+        self._first: dict[str, Trace] = {}  # the user's own step, by precision: a search begins with it
         self.operations = 0
 
     @property
@@ -136,15 +138,18 @@ class StepTraces:
                 workspaces=self.counted.workspaces,
                 least=None if bounds is None else bounds.bytes(combination),
                 holds_batch=self._batch.has_encoders,
-                sampled=self._sampled(combination.precision),
+                with_sampling=self._sampling(combination.precision),
             )
         return self._sizes[combination]
 
-    def _sampled(self, precision: str) -> Generated | None:
-        """Return the sampling before the step; None without, or if its sizes cannot be read."""
+    def _sampling(self, precision: str) -> Callable[[Trace], Trace] | None:
+        """Return what adds the sampling before the step to a trace; None without, or if its sizes cannot be read."""
+        sampled = None
         with suppress(ValueError):  # `with_generation` reports it
-            return generation_before(self._step.module, self._step.batch, precision=precision)
-        return None
+            sampled = generation_before(self._step.module, self._step.batch, precision=precision)
+        if sampled is None:
+            return None
+        return lambda trace: with_sampling(trace, sampled, like=self._first.setdefault(precision, trace))
 
     def exactly(self, combination: Combination, micro_batch_size: int | None) -> tuple[Trace, int]:
         """Return the trace of a dry run at that size, and the number of micro-batches.

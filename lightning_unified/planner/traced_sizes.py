@@ -13,11 +13,9 @@ from dataclasses import replace
 
 from lightning_unified.cost_model.backends import with_workspaces
 from lightning_unified.cost_model.candidates import even_splits
-from lightning_unified.cost_model.generation import Generated
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
-from lightning_unified.cost_model.trace.sampling import with_sampling
 from lightning_unified.cost_model.trace.trace import Event, Take, Trace, Work
 
 __all__ = ["TracedSizes", "adjusted"]
@@ -49,7 +47,7 @@ class TracedSizes:
         workspaces: Whether to count memory that libraries take for themselves.
         least: Returns a lower bound of the bytes for a number of rows, known from another combination of memory options.
         holds_batch: Whether a trace of several micro-batches holds the whole batch, as for a module with encoders.
-        sampled: The sampling before the step; None without.
+        with_sampling: Adds the sampling before the step to a trace; None without.
     """
 
     def __init__(
@@ -62,9 +60,9 @@ class TracedSizes:
         workspaces: bool = True,
         least: Callable[[int], int] | None = None,
         holds_batch: bool = False,
-        sampled: Generated | None = None,
+        with_sampling: Callable[[Trace], Trace] | None = None,
     ) -> None:
-        self._trace, self._least, self._holds_batch, self._sampled = trace_step, least, holds_batch, sampled
+        self._trace, self._least, self._holds_batch, self._with_sampling = trace_step, least, holds_batch, with_sampling
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
         self._second = {split[0]: split[1] for split in even_splits(rows, unit=unit) if len(split) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
@@ -181,7 +179,7 @@ class TracedSizes:
         """
         whole = self._whole_batch(trace, rows=rows)
         whole = with_workspaces(whole) if self._workspaces else whole
-        return whole if self._sampled is None else with_sampling(whole, self._sampled)
+        return whole if self._with_sampling is None else self._with_sampling(whole)
 
     def _whole_batch(self, trace: Trace, *, rows: int) -> Trace:
         """Add the rows of the batch that the trace leaves out.

@@ -24,7 +24,7 @@ class _Pass:
     dtype: str
 
 
-def with_sampling(trace: Trace, sampled: Generated) -> Trace:
+def with_sampling(trace: Trace, sampled: Generated, *, like: Trace | None = None) -> Trace:
     """Return the trace with the work of sampling, at its end and in a phase of its own.
 
     All sequences count with all their new tokens. Sequences that end earlier take less time.
@@ -32,8 +32,10 @@ def with_sampling(trace: Trace, sampled: Generated) -> Trace:
     Args:
         trace: The step after the sampling.
         sampled: The sampling before the step.
+        like: The step whose forward pass a pass of sampling resembles: the user's own, because memory options change no sampling. None for
+            `trace` itself.
     """
-    once = _forward_pass(trace)
+    once = _forward_pass(trace if like is None else like)
     passes = max(sampled.new - 1, 0)  # the pass over the prompt gives the first token
     prompts = Passes(
         op="prompts",

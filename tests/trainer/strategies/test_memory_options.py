@@ -9,7 +9,9 @@ from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.options import MemoryOptions
 
 
-@pytest.mark.parametrize(("strategy", "lacks"), [(UnifiedStrategy, set()), (UnifiedDDPStrategy, {"simulate"})])
+@pytest.mark.parametrize(
+    ("strategy", "lacks"), [(UnifiedStrategy, set()), (UnifiedDDPStrategy, {"simulate", "detect_faults"})]
+)
 def test_a_strategy_takes_every_memory_option_and_passes_it_on(strategy, lacks):
     arguments = inspect.signature(strategy.__init__).parameters
     defaults = {field.name: field.default for field in fields(MemoryOptions) if field.name not in lacks}
