@@ -30,7 +30,7 @@ WITHIN = 0.02
 ROUNDING = 1e-5
 """Numbers below this are differences by rounding, equal to each other."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-_TIME_OF_THIS_RUN = re.compile(r"^(?:. Predicted in [\d.]+ (?:s|min)\.|[a-z' ]+: [\d.]+ (?:s|min)|[\w' ]+ … .*)$")
+_TIME_OF_THIS_RUN = re.compile(r"^(?:. Predicted in [\d.]+ (?:ms|s|min)\.|[a-z' ]+: [\d.]+ (?:ms|s|min)|[\w' ]+ … .*)$")
 _DRAWN = re.compile("[\u2580-\u259f#]+")  # bars of a table
 
 
