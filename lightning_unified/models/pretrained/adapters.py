@@ -1,19 +1,30 @@
 """Low-rank adapters (LoRA): the product of two small matrices beside each frozen one.
 
-Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
+DoRA also trains the length of each row of the sum. Sources: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models",
+section 4.1; Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation", section 4.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from lightning_unified.models.pretrained.source import require
 
-__all__ = ["adapt_linear_layers"]
+__all__ = ["adapt_linear_layers", "adapter_layers", "adapters_off"]
 
 
 def adapt_linear_layers(
-    network: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None, extra: str
+    network: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Sequence[str] | None,
+    extra: str,
+    dora: bool = False,
 ) -> None:
     """Freeze `network` and add adapters to its linear layers, in place.
 
@@ -24,6 +35,7 @@ def adapt_linear_layers(
         dropout: Share dropped before an adapter.
         targets: Last names of the layers, as in "query"; None for all linear layers.
         extra: The extra of this package that installs peft.
+        dora: Whether the adapters are DoRA.
 
     Raises:
         RuntimeError: If peft is not installed.
@@ -38,6 +50,33 @@ def adapt_linear_layers(
     if unknown or not chosen:
         raise ValueError(f"lora_targets={chosen}: the linear layers here are called {', '.join(names)}.")
     inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen),  # pyright: ignore[reportArgumentType]
+        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, use_dora=dora),  # pyright: ignore[reportArgumentType]
         network,
     )
+
+
+def adapter_layers(policy: nn.Module) -> list[Any]:
+    """Return the layers of a model that have adapters."""
+    if "peft" not in sys.modules:
+        return []  # a model with adapters has imported peft already
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+@contextmanager
+def adapters_off(policy: nn.Module) -> Iterator[None]:
+    """Run a model without its adapters inside the context."""
+    layers = adapter_layers(policy)
+    trained = [value for value in policy.parameters() if value.requires_grad]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for value in policy.parameters():  # peft switches these with the adapters
+            value.requires_grad_(False)
+        for value in trained:
+            value.requires_grad_(True)

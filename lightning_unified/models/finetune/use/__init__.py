@@ -1,0 +1,1 @@
+"""A fine-tuned model in use: loading, chat, evaluation and export."""
