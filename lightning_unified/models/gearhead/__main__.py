@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_unified.models.commands import add_device, command_parser, run_command
 from lightning_unified.models.gearhead.diagnoser import Diagnoser
-from lightning_unified.models.gearhead.generate import Sampling
+from lightning_unified.models.sampling import Sampling
 
 __all__ = ["main"]
 

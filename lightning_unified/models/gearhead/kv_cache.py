@@ -49,11 +49,6 @@ class KVCache:
         """Capacity in tokens."""
         return self._store.shape[4]
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes."""
-        return self._store.nbytes
-
     def append(self, layer: int, *, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' keys and values of a layer; return all of the layer's.
 

@@ -18,28 +18,30 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unified.models.causal_lm.labelled_rows import has_values
+from lightning_unified.models.causal_lm.language_model import score
+from lightning_unified.models.causal_lm.supervised import SupervisedLanguageModel
 from lightning_unified.models.grpo.batches.collector import RolloutCollector, largest_batch
 from lightning_unified.models.grpo.batches.rollouts import rewards_of
-from lightning_unified.models.grpo.batches.sequences import has_values
 from lightning_unified.models.grpo.completion_loss import completion_loss
 from lightning_unified.models.grpo.objective import Objective
-from lightning_unified.models.grpo.optimizer import Rates
+from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
 from lightning_unified.models.grpo.rollout import Completions, CompletionSampler, SamplingOptions
 from lightning_unified.models.grpo.rollout.sampler import SamplerSlot
-from lightning_unified.models.grpo.supervised import SupervisedPolicy
 from lightning_unified.models.grpo.task import Task
 
 __all__ = ["GRPO"]
 
 
-class GRPO(SupervisedPolicy):
+class GRPO(SupervisedLanguageModel):
     """Train a causal language model by rewards, after supervised steps if the loader has any.
 
     For each prompt, the policy samples G completions, and the task rewards them. A completion's advantage is its reward minus its
@@ -50,7 +52,7 @@ class GRPO(SupervisedPolicy):
 
     Shapes:
         Batches of prompts: `prompt` (P, L) int64, pads on the left; `prompt_mask` (P, L) bool; `example` (P) int64, see `Task`.
-        Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `sequences.supervised`.
+        Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `causal_lm.labelled_rows`.
 
     Args:
         model: The policy: a causal language model of transformers, with or without adapters of peft. Weights with a gradient are trained.
@@ -82,6 +84,8 @@ class GRPO(SupervisedPolicy):
     Raises:
         ValueError: If a name is unknown, a number is out of range, or the policy's head is not a plain linear layer.
     """
+
+    loss_name: ClassVar[str] = "train/sft_loss"  # of the supervised phase
 
     def __init__(
         self,
@@ -124,7 +128,8 @@ class GRPO(SupervisedPolicy):
             schedule=schedule,
             optimizer_kernel=optimizer_kernel,
         )
-        super().__init__(model, rates=rates)
+        super().__init__(model)
+        self._rates = rates
         # a checkpoint holds the arguments of the class itself, also of a subclass
         others = signature(GRPO.__init__).parameters.keys() - signature(type(self).__init__).parameters.keys()
         self.save_hyperparameters(ignore=["model", "task", "decode", "stop_ids", "sampler", *others])
@@ -167,7 +172,7 @@ class GRPO(SupervisedPolicy):
 
     @override
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `sequences`; a prepared one unchanged.
+        """Return the batch as `training_step` takes it, see `batches.sequences`; a prepared one unchanged.
 
         Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 
@@ -204,13 +209,29 @@ class GRPO(SupervisedPolicy):
             return super().compute_loss(batch)
         if self.objective.beta and self.reference.kind == "none":  # in a dry run, before the first real step
             self.reference.begin(self.policy, is_trained=self._rates.sft_steps > 0)
-        score = partial(self.score, batch, temperature=self.temperature)
+        score = partial(self.score, batch)
         parts = {"objective": self.objective, "reference": self.reference, "kept": self._collector.kept}
         loss, shares = completion_loss(self.policy, batch, score, **parts)
         self._log({"train/loss": loss.detach(), **shares}, shown="train/loss")
         figures = {f"train/{name}": value for name, value in batch["figures"].items()}
         self._log(figures, shown="train/reward", batch_size=len(batch["mask"]))
         return loss
+
+    def score(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities (R, T) of prepared rows' `chosen` tokens, and entropies there."""
+        return score(
+            self.policy,
+            batch["tokens"],
+            start=batch["start"],
+            chosen=batch["chosen"],
+            temperature=self.temperature,
+            chunk=self.loss_chunk_rows,
+        )
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Return AdamW and a schedule over the Trainer's estimated steps, see `build_optimizer`."""
+        return build_optimizer(self.policy.parameters(), rates=self._rates, trainer=self.trainer)
 
     @override
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:

@@ -4,14 +4,12 @@ Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; 
 al. 2025, "DAPO", section 3.1 (two limits) and 3.3 (mean over tokens).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Objective", "Terms", "kl_to_reference", "mean_cross_entropy"]
+__all__ = ["Objective", "Terms", "kl_to_reference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +107,3 @@ def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:
     """
     difference = reference - log_probs
     return difference.exp() - difference - 1
-
-
-def mean_cross_entropy(log_probs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Return the share of prepared rows, with these `log_probs`, in their batch's mean loss."""
-    return -log_probs.masked_fill(~batch["mask"], 0.0).sum() / max(batch["total"], 1)

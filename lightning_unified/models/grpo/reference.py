@@ -1,6 +1,5 @@
 """The reference policy: the policy at the beginning of GRPO."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +8,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unified.models.grpo.language_model import evaluating
+from lightning_unified.models.causal_lm.language_model import evaluating
+from lightning_unified.models.pretrained.adapters import adapter_layers, adapters_off
 
 __all__ = ["Reference"]
 
@@ -54,7 +54,7 @@ class Reference(nn.Module):
         """
         if self.kind == "none":
             raise RuntimeError("there is no reference yet: begin(policy) takes the policy as it is.")
-        with evaluating(policy), _adapters_off(policy) if self.kind == "adapters off" else self._swapped(policy):
+        with evaluating(policy), adapters_off(policy) if self.kind == "adapters off" else self._swapped(policy):
             yield
 
     def state(self) -> dict[str, Any]:
@@ -105,17 +105,9 @@ class Reference(nn.Module):
         raise NotImplementedError("a reference runs the policy: with reference.on(policy): policy(...)")
 
 
-def _adapter_layers(policy: nn.Module) -> list[Any]:
-    if "peft" not in sys.modules:
-        return []  # a model with adapters has imported peft already
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
-
-
 def _are_adapters(policy: nn.Module, trained: Mapping[str, nn.Parameter]) -> bool:
     """Return whether only low-rank adapters are trained."""
-    return bool(trained) and bool(_adapter_layers(policy)) and all(".lora_" in name for name in trained)
+    return bool(trained) and bool(adapter_layers(policy)) and all(".lora_" in name for name in trained)
 
 
 def _have_changed(adapters: Mapping[str, nn.Parameter]) -> bool:
@@ -123,20 +115,3 @@ def _have_changed(adapters: Mapping[str, nn.Parameter]) -> bool:
     return any(
         bool(value.any()) for name, value in adapters.items() if ".lora_B." in name or ".lora_embedding_B." in name
     )
-
-
-@contextmanager
-def _adapters_off(policy: nn.Module) -> Iterator[None]:
-    layers = _adapter_layers(policy)
-    trained = [value for value in policy.parameters() if value.requires_grad]
-    try:
-        for layer in layers:
-            layer.enable_adapters(False)
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for value in policy.parameters():  # peft switches these with the adapters
-            value.requires_grad_(False)
-        for value in trained:
-            value.requires_grad_(True)

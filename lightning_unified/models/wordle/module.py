@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_unified.models.causal_lm.checkpoint import FrozenWeights
+from lightning_unified.models.causal_lm.choice import language_model_of
 from lightning_unified.models.grpo import GRPO
-from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
+from lightning_unified.models.pretrained.architecture import blocks_of
 from lightning_unified.models.pretrained.chat import ChatTokenizer
 from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
 from lightning_unified.models.wordle.data.identity import Identity
-from lightning_unified.models.wordle.policy import frozen_names, policy_of
+from lightning_unified.models.wordle.presets import PRESETS
 from lightning_unified.models.wordle.rewards import COMPONENTS, WordleTask
 
 __all__ = ["Wordle"]
@@ -35,8 +37,8 @@ class Wordle(RecomputeSwitch, GRPO):
     source of the words. It leaves out frozen weights that come from a file.
 
     Args:
-        preset: A name in `presets.PRESETS`.
-        pretrained: Source of the weights, in place of the preset's; see `grpo.policy.find_policy`.
+        preset: A name in `wordle.presets.PRESETS`.
+        pretrained: Source of the weights, in place of the preset's; see `causal_lm.weights.find_language_model`.
         architecture: A transformers configuration, in place of the preset's or of the file's; the weights are random then.
         load_pretrained: Read the weights; False keeps random ones, if a checkpoint follows. On the meta device none are read.
         dtype: Dtype of the weights, "float32" or "bfloat16"; adapters are float32.
@@ -128,7 +130,7 @@ class Wordle(RecomputeSwitch, GRPO):
         lora_targets = None if lora_targets is None else [str(name) for name in lora_targets]
         architecture = None if architecture is None else dict(architecture)
         given = locals()
-        model, is_read = policy_of(given)
+        model, is_read = language_model_of(given, PRESETS)
         weights = {name: given[name] for name in COMPONENTS}
         identity = Identity()
         super().__init__(
@@ -139,7 +141,7 @@ class Wordle(RecomputeSwitch, GRPO):
             **{name: given[name] for name in _ARGUMENTS_OF_GRPO & given.keys()},
         )
         self.identity = identity
-        self._leaves_out = is_read and lora_rank is not None
+        self._frozen = FrozenWeights(model, are_left_out=is_read and lora_rank is not None)
         self.trained_steps = 0
         self.recompute = recompute
 
@@ -198,13 +200,8 @@ class Wordle(RecomputeSwitch, GRPO):
         Playing needs only this file and the left-out weights.
         """
         super().on_save_checkpoint(checkpoint)
-        checkpoint["wordle"] = {**self.identity.state(), "complete": not self._leaves_out}
-        if self._leaves_out:
-            for name in frozen_names(self.policy):
-                checkpoint["state_dict"].pop(name, None)
-        else:
-            own = {"architecture": architecture_of(self.policy), "load_pretrained": False}
-            checkpoint["hyper_parameters"] = {**checkpoint.get("hyper_parameters", {}), **own}
+        checkpoint["wordle"] = {**self.identity.state(), "complete": not self._frozen.are_left_out}
+        self._frozen.leave_out(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -217,13 +214,6 @@ class Wordle(RecomputeSwitch, GRPO):
         saved = checkpoint.get("wordle")
         if saved is None:
             raise ValueError("this checkpoint is not one of Wordle: it holds no tokenizer and no words.")
-        if not saved["complete"]:
-            if not self._leaves_out:
-                raise ValueError(
-                    "this checkpoint holds adapters only, and the model beside them has not read its weights; leave "
-                    "load_pretrained=true and give the model and the adapters it was trained with."
-                )
-            own = self.state_dict()
-            checkpoint["state_dict"].update({name: own[name] for name in frozen_names(self.policy)})
+        self._frozen.put_back(checkpoint, is_complete=saved["complete"])
         self.trained_steps = int(checkpoint.get("global_step", 0))
         self.identity.restore(saved, vocabulary=int(self.policy.config.vocab_size))  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

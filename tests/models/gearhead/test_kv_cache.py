@@ -27,7 +27,7 @@ def test_what_was_written_comes_back_in_order():
 
 def test_its_bytes_are_taken_at_once():
     cache = _cache()
-    assert cache.nbytes == 2 * 2 * 1 * 3 * 5 * 4 * 4
+    assert cache._store.nbytes == 2 * 2 * 1 * 3 * 5 * 4 * 4
     assert cache.length == 0
 
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
+from lightning_unified.models.causal_lm.language_model import check_head, head_of, score
 from lightning_unified.models.grpo import RolloutBuffer
-from lightning_unified.models.grpo.batches.sequences import completed, supervised
-from lightning_unified.models.grpo.language_model import check_head, head_of, score
+from lightning_unified.models.grpo.batches.sequences import completed
 from lightning_unified.models.grpo.reference import Reference
 from tests.support.grpo.training import VOCABULARY, policy, prompts, traces
 
@@ -97,29 +97,6 @@ def test_scores_are_those_of_each_sequence_alone():
         scores = (model(input_ids=alone[None]).logits[0, -length - 1 : -1] / 0.5).log_softmax(-1)
         torch.testing.assert_close(log_probs[index, :length], scores.gather(1, ids[index, :length, None])[:, 0])
         torch.testing.assert_close(entropy[index, :length], -(scores.exp() * scores).sum(1))
-
-
-def test_a_supervised_batch_keeps_the_labelled_tokens_and_no_other_columns():
-    batch = supervised(**traces())
-    labels = traces()["labels"]
-    assert batch["total"] == int((labels != -100).sum())
-    assert batch["start"].tolist() == [2, 5, 1, 4]
-    assert batch["mask"].sum(1).tolist() == [3, 4, 7, 2]
-    assert torch.equal(batch["chosen"][batch["mask"]], labels[labels != -100])
-    assert batch["chosen"].shape == (4, 7)
-
-
-def test_a_first_token_cannot_be_predicted():
-    tokens = torch.arange(1, 9).view(2, 4)
-    batch = supervised(tokens, labels=tokens.clone())
-    assert batch["total"] == 6
-    assert batch["chosen"].tolist() == [[2, 3, 4], [6, 7, 8]]
-
-
-def test_a_batch_without_a_label_has_no_terms():
-    batch = supervised(torch.ones(2, 4, dtype=torch.int64), torch.full((2, 4), -100))
-    assert batch["total"] == 0
-    assert not batch["mask"].any()
 
 
 def test_a_head_with_a_bias_is_refused():

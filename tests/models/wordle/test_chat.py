@@ -54,8 +54,55 @@ def test_it_is_plain_data(chat, again):
     assert again(chat).prompt(ASKED) == chat.prompt(ASKED)
 
 
-def test_without_template_or_end_it_is_refused(backend):
+def test_without_template_it_renders_nothing_and_without_end_it_is_refused(backend):
     with pytest.raises(ValueError, match="no chat template"):
-        ChatTokenizer(backend, template="", end="</s>")
+        ChatTokenizer(backend, template="", end="</s>").render(ASKED)
     with pytest.raises(ValueError, match="'<end>' is no token"):
         ChatTokenizer(backend, template=TEMPLATE, end="<end>")
+
+
+def test_an_invalid_template_is_refused_by_its_line(backend):
+    with pytest.raises(ValueError, match="invalid in line 2"):
+        ChatTokenizer(backend, template="a\n{% for %}", end="</s>")
+
+
+def test_a_template_may_refuse_a_conversation(backend):
+    chat = ChatTokenizer(backend, template="{{ raise_exception('two users in a row') }}", end="</s>")
+    with pytest.raises(ValueError, match="refuses the conversation: two users in a row"):
+        chat.render(ASKED)
+
+
+def test_templates_know_the_special_tokens_of_the_folder(backend, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template = "{{ bos_token }}{% for message in messages %}{{ message | tojson }}{{ eos_token }}{% endfor %}"
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(ASKED, tokenize=False)
+
+    assert ChatTokenizer.from_folder(tmp_path).render(ASKED) == expected
+    assert expected.startswith("<s>{")
+
+
+MARKED = (
+    "{% for message in messages %}<s>{{ message['role'] }}: {% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% else %}{{ message['content'] }}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_marked_answers_have_the_places_that_transformers_finds(backend):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=MARKED)
+    talk = [*ASKED, {"role": "assistant", "content": "slate"}, ASKED[1], {"role": "assistant", "content": "a word"}]
+    chat = ChatTokenizer(backend, template=MARKED, end="</s>")
+    text, places = chat.answers_of(talk)
+
+    assert text == theirs.apply_chat_template(talk, tokenize=False)
+    assert [text[begin:end] for begin, end in places] == ["slate</s>", "a word</s>"]
+    assert chat.marks_answers
+
+
+def test_the_characters_of_marks_are_refused_in_messages(chat):
+    with pytest.raises(ValueError, match=r"U\+E000"):
+        chat.render([{"role": "user", "content": "a\ue000b"}])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_unified.callbacks import RunCheckpoint
-from lightning_unified.models.grpo.policy import build_policy
+from lightning_unified.models.causal_lm.weights import build_language_model
 from lightning_unified.models.wordle import WordleData
 from lightning_unified.models.wordle.game.state import State
 from lightning_unified.models.wordle.game.words import read_words
@@ -123,7 +123,7 @@ def test_the_temperature_falls_on_a_straight_line_over_the_second_phase(data, tm
 def folder(tmp_path):
     """Return a folder with a model of the tiny architecture, as somebody's own weights."""
     torch.manual_seed(5)
-    build_policy(TINY).save_pretrained(tmp_path / "model")
+    build_language_model(TINY).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
 

@@ -197,3 +197,14 @@ def test_a_spawned_worker_gets_all_it_needs_without_lightning(data):
     )
 
     assert found.stdout.split() == [b"False", b"False"]
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from lightning_unified.data.tokenizer import train_tokenizer
+
+    backend = train_tokenizer(["a word"], vocab_size=300)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no chat template; give an instruct model"):
+        WordleData(**{**SIZES, "pretrained": str(tmp_path)}).setup("fit")

@@ -37,7 +37,7 @@ class Copies:
     of: dict[int, int]
 
 
-def find_copies(texts: Sequence[str], *, kept: int = 0, similarity: float = SIMILARITY) -> Copies:
+def find_copies(texts: Sequence[str], *, kept: int = 0) -> Copies:
     """Return the texts to leave out, so that the remaining texts contain no near copies.
 
     The first `kept` texts may be copies of each other.
@@ -48,16 +48,15 @@ def find_copies(texts: Sequence[str], *, kept: int = 0, similarity: float = SIMI
     Args:
         texts: All of them; the order decides which of two copies stays.
         kept: The first `kept` texts stay in any case: an official test set is not changed.
-        similarity: Least Jaccard similarity of near copies, above 0 and up to 1.
     """
     shingles = _shingles(texts)
     index: dict[int, list[int]] = {}
     exact, near, of = [], [], {}
     for place, own in enumerate(shingles):
         # rounding must not raise the number of shingles that two similar texts share at least
-        prefix = own[: len(own) - math.ceil(similarity * len(own) - 1e-9) + 1].tolist()
+        prefix = own[: len(own) - math.ceil(SIMILARITY * len(own) - 1e-9) + 1].tolist()
         if place >= kept:
-            like = _like(own, prefix, index=index, shingles=shingles, similarity=similarity)
+            like = _like(own, prefix, index=index, shingles=shingles)
             if like is not None:
                 of[place] = like
                 same = texts[place].casefold().split() == texts[like].casefold().split()
@@ -74,11 +73,10 @@ def _like(
     *,
     index: dict[int, list[int]],
     shingles: Sequence[np.ndarray],
-    similarity: float,
 ) -> int | None:
-    """Return the most similar text in the index, the first of equals; None below `similarity`."""
+    """Return the most similar text in the index, the first of equals; None below `SIMILARITY`."""
     candidates = {place for shingle in prefix for place in index.get(shingle, ())}
-    best, most = None, similarity
+    best, most = None, SIMILARITY
     for place in sorted(candidates):
         other = shingles[place]
         if min(len(own), len(other)) < most * max(len(own), len(other)):

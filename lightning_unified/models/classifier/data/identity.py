@@ -100,7 +100,7 @@ class Identity:
             self._take_encoder(encoder, len(encoder))
         self.lengths = self.lengths or tuple(saved["lengths"])
         self.text_length = self.text_length or saved["text_length"]
-        self.file_format = FileFormat.of_state(saved.get("file_format"))  # checkpoints before 2026-11-23 hold none
+        self.file_format = FileFormat(**saved["file_format"])
 
     def _take_names(self, names: list[str]) -> None:
         if self.label_names and self.label_names != names:

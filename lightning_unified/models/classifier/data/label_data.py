@@ -144,11 +144,6 @@ class LabelData(ResumableData):
         return self._prepared.test
 
     @property
-    def sides(self) -> Sides:
-        """The texts of the rows, in the same order."""
-        return self._prepared.sides
-
-    @property
     def label_names(self) -> list[str]:
         """Names of the classes, sorted; a label is an index into them."""
         return self._prepared.label_names

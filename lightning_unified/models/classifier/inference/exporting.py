@@ -1,8 +1,6 @@
 """Export a trained classifier as a folder for transformers, and as a torch-only program."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from lightning_unified.models.classifier.data.tokens.bpe_codes import BEYOND, wr
 from lightning_unified.models.classifier.inference.classify import encoder_of, text_length_of
 from lightning_unified.models.classifier.module import TextClassifier
 from lightning_unified.models.classifier.network.lora import merged
+from lightning_unified.models.pretrained.gguf import without_progress_bars
 
 __all__ = ["Exported", "export"]
 
@@ -71,7 +70,7 @@ def export(module: TextClassifier, folder: str | Path, *, program: bool = True) 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = _plain_copy(module)
-    with _quiet():
+    with without_progress_bars():
         model.save_pretrained(folder)
     _save_tokenizer(encoder, longest, folder)
     temperature = module.temperature.detach().cpu()
@@ -86,20 +85,6 @@ def export(module: TextClassifier, folder: str | Path, *, program: bool = True) 
         program="program.pt2" if program else None,
         largest_difference=difference,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide transformers' progress bars."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 def _plain_copy(module: TextClassifier) -> Any:

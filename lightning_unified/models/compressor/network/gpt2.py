@@ -12,9 +12,8 @@ from lightning_unified.models.compressor.network.reader import Reader
 from lightning_unified.models.decoder_sizes import DecoderSizes
 from lightning_unified.models.pretrained.architecture import read_architecture
 from lightning_unified.models.pretrained.source import find_model
-from lightning_unified.models.pretrained.streaming import check_complete
-from lightning_unified.weight_files.pages import opened_uncached
-from lightning_unified.weight_files.safetensors_file import read_header, read_tensor
+from lightning_unified.models.pretrained.streaming import check_complete, stored_tensors
+from lightning_unified.weight_files.safetensors_file import read_tensor
 
 __all__ = ["load_gpt2"]
 
@@ -48,23 +47,14 @@ def load_gpt2(reader: Reader, source: str) -> None:
     """
     folder = find_model(source, argument="model.pretrained")
     _check_architecture(read_architecture(folder), reader.config, folder=folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} holds no .safetensors file; pickled weights are not read. Convert them: load the model with transformers "
-            "and call save_pretrained."
-        )
     missing = dict(reader.named_parameters())
-    for file in files:
-        header = read_header(file)
-        with opened_uncached(file) as descriptor:
-            for stored, place in header.items():
-                name = _name_of(stored)
-                if name not in missing:
-                    continue
-                values = _as_linear(read_tensor(descriptor, place, dtype=torch.float32), reader, name)
-                if values.shape == missing[name].shape:
-                    missing.pop(name).copy_(values)
+    for stored, place, descriptor in stored_tensors(folder):
+        name = _name_of(stored)
+        if name not in missing:
+            continue
+        values = _as_linear(read_tensor(descriptor, place, dtype=torch.float32), reader, name)
+        if values.shape == missing[name].shape:
+            missing.pop(name).copy_(values)
     check_complete(missing, model=reader, folder=folder)
 
 

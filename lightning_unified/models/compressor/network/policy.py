@@ -23,10 +23,6 @@ class KeepPolicy(nn.Module):
 
     It reads embeddings, not contextual states, so that deciding costs a small part of reading the text.
 
-    Args:
-        config: The sizes.
-        width: Size of an embedding, D.
-
     Raises:
         RuntimeError: If the number of parameters differs from the configuration's.
     """

@@ -1,6 +1,6 @@
-"""Prepared batches: one row for each sequence, with the tokens that the loss scores.
+"""Prepared batches of completions: one row for each sequence, with the tokens that the loss scores.
 
-The rows are completions or supervised traces. The fields:
+The fields (rows of supervised traces have others, see `causal_lm.labelled_rows`):
 
 - `tokens` (R, S) int64, with all pads at the end, so that causal attention needs no mask;
 - `start` (R) int64, the position of the first token that may be scored;
@@ -13,16 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["completed", "has_values", "outline", "supervised"]
-
-_IGNORED = -100
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Return whether `tensor` has values; in a dry run there are shapes only."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+__all__ = ["completed", "outline"]
 
 
 def completed(prompt: Tensor, prompt_mask: Tensor, *, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -36,31 +28,6 @@ def completed(prompt: Tensor, prompt_mask: Tensor, *, ids: Tensor, mask: Tensor)
     width = joined.shape[1]
     places = torch.arange(width, device=joined.device) + (prompt.shape[1] - start)[:, None]
     return {"tokens": joined.gather(1, places.clamp(max=width - 1)), "start": start, "chosen": ids, "mask": mask}
-
-
-def supervised(tokens: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return a batch of traces as a prepared batch.
-
-    Args:
-        tokens: (B, S), pads on the right.
-        labels: (B, S), the token itself where it is scored, else -100, as for causal models of transformers: each token is
-            predicted from those before it. A row's first token cannot be scored.
-    """
-    if not has_values(tokens):
-        whole = torch.ones_like(labels[:, 1:], dtype=torch.bool)
-        start = torch.ones_like(tokens[:, 0])
-        return {"tokens": tokens, "start": start, "chosen": tokens[:, 1:], "mask": whole, "total": whole.numel()}
-    scored = labels != _IGNORED
-    scored[:, 0] = False
-    places = torch.arange(labels.shape[1], device=labels.device)
-    last = (places * scored).amax(1)
-    start = places.where(scored, labels.shape[1]).amin(1).clamp(max=last.clamp(min=1))
-    span = int((last - start).amax()) + 1
-    at = start[:, None] + torch.arange(span, device=labels.device)
-    mask = scored.gather(1, at.clamp(max=labels.shape[1] - 1)) & (at < labels.shape[1])
-    chosen = labels.gather(1, at.clamp(max=labels.shape[1] - 1)).where(mask, 0)
-    tokens = tokens[:, : int(last.amax()) + 1]
-    return {"tokens": tokens, "start": start, "chosen": chosen, "mask": mask, "total": int(mask.sum())}
 
 
 def outline(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.models.grpo.language_model import forward_last
+from lightning_unified.models.causal_lm.language_model import forward_last
 
 __all__ = ["GrowingDecoder", "can_select"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating, forward_last
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.grpo.language_model import causal_lm, evaluating, forward_last
 from lightning_unified.models.grpo.rollout.compiled import can_compile
 from lightning_unified.models.grpo.rollout.growing_decoder import GrowingDecoder, can_select
 from lightning_unified.models.grpo.rollout.progress import Progress, Stopping

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.models.grpo.language_model import forward_last
+from lightning_unified.models.causal_lm.language_model import forward_last
 from lightning_unified.models.grpo.rollout.attention import packed_attention
 from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters

@@ -6,6 +6,7 @@ A checkpoint needs it for play.
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_unified.models.causal_lm.own_tokenizer import OwnTokenizer
 from lightning_unified.models.pretrained.chat import ChatTokenizer
 
 __all__ = ["Identity"]
@@ -24,7 +25,7 @@ class Identity:
     """
 
     def __init__(self) -> None:
-        self._chat: ChatTokenizer | None = None
+        self._tokenizer = OwnTokenizer(data="WordleData")
         self.stop_ids: list[int] = []
         self.game: dict[str, Any] = {}
 
@@ -35,32 +36,18 @@ class Identity:
         Raises:
             RuntimeError: If neither data nor a checkpoint has set one.
         """
-        if self._chat is None:
-            raise RuntimeError(
-                "this model has no tokenizer yet; train it with WordleData, or load a checkpoint of such a run."
-            )
-        return self._chat
+        return self._tokenizer.chat
 
     def __call__(self, ids: list[int]) -> str:
         return self.chat.decode(ids)
 
     def attach(self, chat: ChatTokenizer, *, vocabulary: int) -> None:
-        """Set the tokenizer of a model with `vocabulary` rows.
+        """Set the tokenizer of a model with `vocabulary` rows, and the token that ends a turn.
 
         Raises:
             ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
         """
-        if len(chat) > vocabulary:
-            raise ValueError(
-                f"the tokenizer has {len(chat):,} tokens, the model's vocabulary is {vocabulary:,}; set data.pretrained to the model's "
-                f"own, or lower data.vocab_size to {vocabulary}."
-            )
-        if self._chat is not None and self._chat != chat:
-            raise ValueError(
-                "this model was trained with another tokenizer or chat template than the data's; set data.pretrained and "
-                "data.vocab_size as they were."
-            )
-        self._chat = chat
+        self._tokenizer.attach(chat, vocabulary=vocabulary)
         self.stop_ids[:] = [chat.end_id]
 
     def take(self, data: Any, config: Any, *, max_new_tokens: int) -> None:
@@ -85,7 +72,7 @@ class Identity:
 
     def state(self) -> dict[str, Any]:
         """Return the identity as plain data."""
-        return {"chat": None if self._chat is None else self._chat.to_dict(), "game": dict(self.game)}
+        return {"chat": self._tokenizer.state(), "game": dict(self.game)}
 
     def restore(self, saved: Mapping[str, Any], *, vocabulary: int) -> None:
         """Restore the result of `state` for a model with `vocabulary` rows.

