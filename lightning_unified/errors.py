@@ -109,11 +109,6 @@ class CheckpointError(RunError):
 
 
 def check_count(name: str, given: object) -> None:
-    """Raise `ConfigurationError` if a setting is no whole number of 1 or more.
-
-    Args:
-        name: The setting's name for the message.
-        given: Its value.
-    """
+    """Raise `ConfigurationError` if a setting is no whole number of 1 or more."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ConfigurationError(f"{name}={given!r}: give a whole number, 1 or more.")

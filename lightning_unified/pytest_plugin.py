@@ -60,6 +60,7 @@ def budgeted(budget: str | int, *, device: str, holding: "Iterable[nn.Module | T
     """
     import torch
 
+    from lightning_unified.cost_model.backends import hidden_bytes
     from lightning_unified.hardware import resolve_budget
     from lightning_unified.hardware.simulated import SimulatedMachine
     from lightning_unified.units import format_bytes
@@ -68,7 +69,7 @@ def budgeted(budget: str | int, *, device: str, holding: "Iterable[nn.Module | T
     allowed = resolve_budget(budget, machine.reading())
     held = [tensor for each in holding for tensor in ([each] if isinstance(each, torch.Tensor) else _tensors_of(each))]
     used = MemoryUsed(machine.allocator, allowed.bytes)
-    with machine.active(holding=held) as live:
+    with machine.active(holding=held, kernels=hidden_bytes) as live:
         yield used
     if live.elsewhere:
         pytest.fail(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lightning_unified.data.documents.document import Document
 
-__all__ = ["Split", "merge_groups", "ordered_groups", "split"]
+__all__ = ["Split", "choose_groups", "merge_groups", "ordered_groups", "split"]
 
 _OVERSHOOT = 1.5  # a group that would take validation beyond this multiple of its share stays in training
 
@@ -91,13 +91,18 @@ def split(documents: list[Document], *, fraction: float, seed: int) -> Split:
             f"{len(documents)} document(s) in {len(sizes)} group(s) cannot be parted into training and validation; at least "
             "two groups are needed: add files, or name groups in the rows."
         )
-    chosen = _choose(sizes, fraction=fraction, seed=seed)
+    chosen = choose_groups(sizes, fraction=fraction, seed=seed)
     train = [document for document in documents if document.group not in chosen]
     held_out = [document for document in documents if document.group in chosen]
     return _checked(train, held_out)
 
 
-def _choose(sizes: dict[str, int], *, fraction: float, seed: int) -> set[str]:
+def choose_groups(sizes: dict[str, int], *, fraction: float, seed: int) -> set[str]:
+    """Return the groups of validation.
+
+    Groups are drawn in random order until they hold `fraction` of the sum of `sizes`; a group far too large is skipped. There is
+    always one.
+    """
     wanted = fraction * sum(sizes.values())
     order = ordered_groups(sizes, seed=seed)
     chosen: set[str] = set()

@@ -1,8 +1,6 @@
 """Switch activation checkpointing of a module's blocks on and off, without any other change."""
 
-import copy
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,11 +11,9 @@ from torch import nn
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
 from lightning_unified.nn.saved_attention import SavedAttention
-from lightning_unified.nn.warn_once import warn_once
+from lightning_unified.nn.stand_in import FORWARD, StandIn, call_slot, warn_once
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
-
-_FORWARD = "forward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,39 +108,21 @@ class Recomputing:
 def is_recomputed(module: nn.Module) -> bool:
     """Return whether `module` recomputes in training, by `Recomputing` or Hugging Face's switch."""
     by_itself = vars(module).get("gradient_checkpointing") is True and module.training
-    return by_itself or any(isinstance(vars(module).get(slot), _StandIn) for slot in (_FORWARD, COMPILED_CALL))
+    return by_itself or any(isinstance(vars(module).get(slot), _StandIn) for slot in (FORWARD, COMPILED_CALL))
 
 
-class _StandIn:
-    """Replacement of one block's `forward` or compiled call; a copy or a saved file holds the original."""
+class _StandIn(StandIn):
+    """Replacement of one block's `forward` or compiled call."""
 
     def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str]) -> None:
-        self._block = block
-        self._keep_attention = keep_attention
-        self._is_compiled = is_compiled(block)
-        self._slot = _FORWARD if vars(block).get(COMPILED_CALL) is None else COMPILED_CALL
-        self._own = vars(block).get(self._slot)
-        self._forward: Callable[..., Any] = getattr(block, self._slot)
-        self._on = True
-        self._said = said
-
-    def install(self) -> None:
-        vars(self._block)[self._slot] = self
-
-    def remove(self) -> None:
-        self._on = False
-        if vars(self._block).get(self._slot) is not self:
-            return  # another wrapper lies on top and calls this one
-        if self._own is None:
-            del vars(self._block)[self._slot]
-        else:
-            vars(self._block)[self._slot] = self._own
+        super().__init__(block, call_slot(block))
+        self._keep_attention, self._is_compiled, self._said = keep_attention, is_compiled(block), said
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block
-        wanted = self._on and block.training and torch.is_grad_enabled()
+        block = self.module
+        wanted = self.is_on and block.training and torch.is_grad_enabled()
         if not wanted or getattr(block, "gradient_checkpointing", False) is True:
-            return self._forward(*args, **kwargs)
+            return self.function(*args, **kwargs)
         args, kwargs = tuple(map(_unless_empty, args)), {name: _unless_empty(value) for name, value in kwargs.items()}
         cache = next((value for value in (*args, *kwargs.values()) if _is_cache(value)), None)
         if cache is not None:
@@ -152,13 +130,13 @@ class _StandIn:
                 f"is called in training with a {type(cache).__name__} that it may fill, which a second run would fill twice: it is not "
                 "recomputed. Run the training step without a cache (use_cache=False)."
             )
-            return self._forward(*args, **kwargs)
+            return self.function(*args, **kwargs)
         if self._is_compiled and not torch.compiler.is_compiling():
             mark_rows((*args, *kwargs.values()))  # both runs must choose the same graph
         if not self._keep_attention:
-            return recompute_call(self._forward, args, kwargs, owner=block)
+            return recompute_call(self.function, args, kwargs, owner=block)
         kept = SavedAttention()
-        result = recompute_call(self._forward, args, kwargs, owner=block, kept=kept)
+        result = recompute_call(self.function, args, kwargs, owner=block, kept=kept)
         if not kept.count and not torch.compiler.is_compiling():
             self._say(
                 "runs no attention kernel whose output could be kept (flash, memory-efficient, cuDNN): all of it is recomputed."
@@ -167,13 +145,7 @@ class _StandIn:
 
     def _say(self, what: str) -> None:
         """Log the problem of this class of blocks, once per text."""
-        warn_once(self._said, f"{type(self._block).__name__} {what}")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, ((self._forward,), 0)
+        warn_once(self._said, f"{type(self.module).__name__} {what}")
 
 
 def _is_cache(value: Any) -> bool:

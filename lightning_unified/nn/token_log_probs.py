@@ -61,15 +61,7 @@ def token_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return `token_log_probs` and each row's entropy (N) in nats, which has no gradient.
 
-    Args:
-        hidden: As in `token_log_probs`, and so are all others.
-        weight: Likewise.
-        tokens: Likewise.
-        temperature: Likewise.
-        chunk: Likewise.
-
-    Raises:
-        ValueError: As `token_log_probs`.
+    Arguments and errors are those of `token_log_probs`.
     """
     return _both(hidden, weight, tokens, temperature=temperature, chunk=chunk, with_entropy=True)
 

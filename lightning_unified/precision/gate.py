@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from lightning_unified.errors import PrecisionError
 from lightning_unified.hardware import Sources, capabilities, capability
-from lightning_unified.hardware.capabilities import MPS_SCALER_SINCE
-from lightning_unified.hardware.sources import torch_version
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +31,10 @@ class Platform:
     Attributes:
         backend: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"` or `"xpu"`.
         native_bf16: Whether the device computes in bfloat16 rather than emulating it.
-        torch_version: Major and minor.
     """
 
     backend: str
     native_bf16: bool
-    torch_version: tuple[int, int]
 
     @property
     def device_type(self) -> str:
@@ -62,7 +58,6 @@ def platform_of(device: "torch.device", *, sources: Sources | None = None) -> Pl
     return Platform(
         backend="rocm" if rocm else device.type,
         native_bf16=capability("bf16", capabilities(device, sources=sources)) == "native",
-        torch_version=torch_version(sources),
     )
 
 
@@ -85,14 +80,13 @@ def full_name(requested: str) -> str:
 
 
 def choose_precision(requested: str, *, platform: Platform) -> PrecisionChoice:
-    """Return the precision to run, by rule R3: the one that device, scaler and torch version support.
+    """Return the precision to run, by rule R3: the one that device and scaler support.
 
     Raises:
         PrecisionError: If `requested` is unknown, or would compute something else on this platform than its name says.
 
     Source:
-        torch 2.13 `torch/amp/grad_scaler.py`; pytorch issues 142397, 150255 (scaler on MPS since 2.8), 139390 (bfloat16
-        autocast on MPS since 2.6).
+        torch 2.13 `torch/amp/grad_scaler.py`.
     """
     name, backend = full_name(requested), platform.backend
     if name == "auto":
@@ -102,11 +96,6 @@ def choose_precision(requested: str, *, platform: Platform) -> PrecisionChoice:
     if name == "16-mixed" and backend == "cpu":
         raise PrecisionError(
             "precision='16-mixed' on cpu: Lightning gives a CPU no gradient scaler, and bfloat16 needs none; use bf16-mixed or 32-true."
-        )
-    if name == "16-mixed" and backend == "mps" and platform.torch_version < MPS_SCALER_SINCE:
-        here = ".".join(map(str, platform.torch_version))
-        raise PrecisionError(
-            f"precision='16-mixed' on mps needs torch 2.8 for its gradient scaler, and this is torch {here}; use bf16-mixed or 32-true."
         )
     return PrecisionChoice(precision=name, scaler=name == "16-mixed", reason="as asked")
 
@@ -123,7 +112,7 @@ def _automatic(platform: Platform) -> PrecisionChoice:
             scaler=False,
             reason=f"{backend} computes in bfloat16 natively; no gradient scaler is needed",
         )
-    if backend == "mps" and platform.torch_version >= (2, 6):
+    if backend == "mps":
         return PrecisionChoice(
             precision="bf16-mixed", scaler=False, reason="bfloat16 is emulated on this chip, but halves the activations"
         )

@@ -2,10 +2,9 @@
 
 from lightning_unified.terminal.activities import activity
 from lightning_unified.terminal.lines import is_live, label, labelled, listed, say, short_path, wrapped
-from lightning_unified.terminal.streams import LastingOutput, lasting_output
+from lightning_unified.terminal.streams import lasting_output
 
 __all__ = [
-    "LastingOutput",
     "activity",
     "is_live",
     "label",

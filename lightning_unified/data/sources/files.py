@@ -21,7 +21,7 @@ from lightning_unified.data.documents.document import Document
 from lightning_unified.data.documents.record import Record, render
 from lightning_unified.data.sources.lines import json_rows, read_utf8
 
-__all__ = ["read"]
+__all__ = ["pieces", "read"]
 
 _FIELDS = ("equipment", "symptom", "error_codes", "probable_cause", "solution", "diagnostic_steps", "group")
 _LABELS = {
@@ -66,7 +66,7 @@ def _read_file(file: Path, *, group: str) -> list[Document]:
         return [replace(document, group=document.group or group) for document in documents]
     texts = [document for document in documents if document.record is None]
     if len(texts) == 1:
-        documents = [piece for document in documents for piece in (_pieces(document) if document.text else [document])]
+        documents = [piece for document in documents for piece in (pieces(document) if document.text else [document])]
     return [_with_own_group(document, number) for number, document in enumerate(documents)]
 
 
@@ -161,7 +161,7 @@ def _block_row(lines: list[str], *, file: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _pieces(document: Document) -> Iterator[Document]:
+def pieces(document: Document) -> Iterator[Document]:
     """Divide a text into consecutive pieces of similar length.
 
     Pieces end at blank lines, or else at line ends.

@@ -3,7 +3,7 @@
 `ChunkedAttention` replaces torch's `scaled_dot_product_attention` under every name that is loaded, until it is removed.
 """
 
-from lightning_unified.nn.attention.chunks import CHUNK_BYTES, queries_of_chunk
-from lightning_unified.nn.attention.replacing import ChunkedAttention, attends_by_itself, is_replaced
+from lightning_unified.nn.attention.chunks import queries_of_chunk
+from lightning_unified.nn.attention.replacing import ChunkedAttention, attends_by_itself
 
-__all__ = ["CHUNK_BYTES", "ChunkedAttention", "attends_by_itself", "is_replaced", "queries_of_chunk"]
+__all__ = ["ChunkedAttention", "attends_by_itself", "queries_of_chunk"]

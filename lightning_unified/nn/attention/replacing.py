@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_unified.nn.attention.function import TORCHS, attention_or_none
 
-__all__ = ["ChunkedAttention", "attends_by_itself", "is_replaced"]
+__all__ = ["ChunkedAttention", "attends_by_itself"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -39,9 +39,6 @@ class ChunkedAttention:
     Replaced are the names of loaded modules, the entries of their dictionaries, registries of transformers included, and the attributes
     of the modules inside `module`. Names that are made while it is active are restored too.
 
-    Args:
-        module: The module that trains.
-
     Attributes:
         calls: Number of calls that were computed in chunks.
     """
@@ -60,11 +57,6 @@ class ChunkedAttention:
         _active.remove(self)
         if not _active:
             _replace(scaled_dot_product_attention, TORCHS, module)
-
-
-def is_replaced() -> bool:
-    """Return whether torch's attention is replaced now."""
-    return bool(_active)
 
 
 def attends_by_itself(module: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import Call, Recording, Turn, call_of, record, recording_stream
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
-from lightning_unified.nn.warn_once import warn_once
+from lightning_unified.nn.stand_in import warn_once
 
 __all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]
 

@@ -1,9 +1,6 @@
 """Find a model's output heads, and let them return lazy logits in training."""
 
-import copy
-import operator
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +10,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.nn.lazy_logits.source import HeadCall, Source
 from lightning_unified.nn.lazy_logits.tensor import View, lazy
-from lightning_unified.nn.warn_once import warn_once
+from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
 
 __all__ = ["LazyHeads", "obstacles", "output_heads", "rows_of"]
 
-_FORWARD = "forward"
 _SAID: set[str] = set()  # of this process: a plan asks for the heads many times
 _PLAIN = "Its logits are computed at once, as without memory.loss_chunk."
 
@@ -56,7 +52,7 @@ def obstacles(module: nn.Module) -> dict[str, str]:
 
 def rows_of(module: nn.Module) -> int | None:
     """Return the rows of a chunk if output heads of `module` return lazy logits; None if none does."""
-    forwards = [vars(head).get(_FORWARD) for head in output_heads(module).values()]
+    forwards = [vars(head).get(FORWARD) for head in output_heads(module).values()]
     return next((forward.rows for forward in forwards if isinstance(forward, _StandIn)), None)
 
 
@@ -124,39 +120,24 @@ class _Settling:
             source.settle()
 
 
-class _StandIn:
-    """Replacement of one head's `forward`; a copy or a saved file holds the original."""
+class _StandIn(StandIn):
+    """Replacement of one head's `forward`."""
 
     def __init__(
         self, name: str, head: nn.Module, rows: int, *, said: set[str], alive: "weakref.WeakSet[Source]"
     ) -> None:
-        self._name, self._head, self._said, self._alive = name, head, said, alive
-        self.rows = rows
-        self._own = vars(head).get(_FORWARD)
-        self._forward: Callable[..., Any] = head.forward
-        self._on = True
-
-    def install(self) -> None:
-        vars(self._head)[_FORWARD] = self
-
-    def remove(self) -> None:
-        self._on = False
-        if vars(self._head).get(_FORWARD) is not self:
-            return  # another wrapper lies on top and calls this one
-        if self._own is None:
-            del vars(self._head)[_FORWARD]
-        else:
-            vars(self._head)[_FORWARD] = self._own
+        super().__init__(head, FORWARD)
+        self._name, self.rows, self._said, self._alive = name, rows, said, alive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if len(args) == 1 and not kwargs else None
-        if not self._on or torch.compiler.is_compiling() or not self._trains(hidden):
-            return self._forward(*args, **kwargs)
+        if not self.is_on or torch.compiler.is_compiling() or not self._trains(hidden):
+            return self.function(*args, **kwargs)
         assert isinstance(hidden, Tensor)
         if why := self._reason_against(hidden):
             warn_once(self._said, f"{self._name} runs as it is, because {why}. {_PLAIN}")
-            return self._forward(hidden)
-        call = HeadCall(self._head, self._forward, self.rows, _autocast(hidden.device.type), self._said, self._alive)
+            return self.function(hidden)
+        call = HeadCall(self.module, self.function, self.rows, _autocast(hidden.device.type), self._said, self._alive)
         classes, dtype = _result(call, hidden)
         shape = (*hidden.shape[:-1], classes)
         source = Source(call, hidden, (), shape)
@@ -165,17 +146,17 @@ class _StandIn:
     def _trains(self, hidden: Any) -> bool:
         if not isinstance(hidden, Tensor) or hidden.dim() < 2 or not torch.is_grad_enabled() or hidden.is_inference():
             return False
-        return hidden.requires_grad or any(parameter.requires_grad for parameter in self._head.parameters())
+        return hidden.requires_grad or any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _reason_against(self, hidden: Tensor) -> str:
         """Return why this call must compute its logits; empty if nothing is against lazy ones."""
         if is_traceable_wrapper_subclass(hidden):
             return f"its input is a {type(hidden).__name__}"
-        for child in self._head.modules():
+        for child in self.module.modules():
             if child._backward_hooks or child._backward_pre_hooks:
                 return "it has backward hooks, which need its output"
             if (
-                child is not self._head
+                child is not self.module
                 and type(child).__name__.startswith("Dropout")
                 and child.training
                 and getattr(child, "p", 0)
@@ -183,19 +164,13 @@ class _StandIn:
                 return "dropout inside it draws noise, which chunks would draw anew"
         return ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, ((self._forward,), 0)
-
 
 def _obstacle(name: str, head: nn.Module, compiled: dict[str, str]) -> str:
     """Return why a head cannot return lazy logits; empty if it can."""
     for outer, kind in compiled.items():
         if name == outer or not outer or name.startswith(f"{outer}."):
             return f"{kind} is compiled"
-    own = vars(head).get(_FORWARD)
+    own = vars(head).get(FORWARD)
     if own is not None and not isinstance(own, _StandIn) and getattr(own, "__func__", None) is not type(head).forward:
         return "its forward was replaced on the object"
     if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.nn.warn_once import warn_once
+from lightning_unified.nn.stand_in import warn_once
 
 __all__ = ["HERE", "HeadCall", "Source", "Step", "trained_by", "without_saved_tensor_hooks"]
 

@@ -8,19 +8,15 @@ import logging
 import os
 import platform
 import re
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATE_VARIABLE", "RunFigures", "RunRecord", "RunStatus", "parse_record", "runs_directory"]
-
-STATE_VARIABLE = "LIGHTNING_UNIFIED_STATE_DIR"
-"""Environment variable that names the state folder, in place of the platform's default."""
+__all__ = ["RunFigures", "RunRecord", "RunStatus", "parse_record"]
 
 _RECENT = 30  # records: the last minute at two seconds each, and so many steps if they take longer
 
@@ -106,28 +102,6 @@ def parse_record(text: str) -> RunRecord | None:
         datetime.fromisoformat(own["updated"])
         return RunRecord(**own, figures=RunFigures(**{field.name: flat[field.name] for field in fields(RunFigures)}))
     except (ValueError, KeyError, TypeError):
-        return None
-
-
-def runs_directory(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
-    """Return the folder of this user's status files; None if the user has no home folder.
-
-    `LIGHTNING_UNIFIED_STATE_DIR` takes precedence over the platform's default: `$XDG_STATE_HOME` or `~/.local/state`, on
-    macOS `~/Library/Application Support`, on Windows `%LOCALAPPDATA%`.
-
-    Source:
-        XDG Base Directory Specification 0.8: relative paths are ignored.
-    """
-    given = environ.get(STATE_VARIABLE)
-    if given:
-        return Path(given) / "runs"
-    named = environ.get("LOCALAPPDATA" if system == "win32" else "XDG_STATE_HOME", "")
-    usual = {"darwin": "Library/Application Support", "win32": "AppData/Local"}.get(system, ".local/state")
-    if Path(named).is_absolute() and system != "darwin":
-        return Path(named) / "lightning_unified" / "runs"
-    try:
-        return Path.home() / usual / "lightning_unified" / "runs"
-    except RuntimeError:
         return None
 
 
