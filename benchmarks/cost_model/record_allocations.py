@@ -4,8 +4,8 @@ The model of the allocator and the predictions are tested against the records.
 
     python -m benchmarks.cost_model.record_allocations [--output tests/cost_model/memory/recorded] [--only gpt]
 
-On a CUDA machine, some minutes. Each run is a fresh process: small ones once with segments of fixed size and once with
-`expandable_segments`, cells of `planner/accuracy.py` (a whole fit each) with segments of fixed size.
+On a CUDA machine, some minutes. Each run is a fresh process with segments of fixed size, which the model is of: small ones, and
+cells of `planner/accuracy.py` (a whole fit each).
 A file holds sizes and order only: a number of bytes begins a block, minus the block's number less one ends it, in the order in
 which the allocator got to know; beside them torch's own two peaks, how many blocks there were before anything was computed, where that is
 known, and, for whoever looks for a difference, the segments.
@@ -171,7 +171,6 @@ def record(name, path):
     found = {
         "name": name,
         **about,
-        "expandable_segments": "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "max_memory_allocated": torch.cuda.max_memory_allocated(),
         "max_memory_reserved": torch.cuda.max_memory_reserved(),
         "torch": torch.__version__,
@@ -201,19 +200,18 @@ def main():
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name in [arguments.only] if arguments.only else [*RUNS, *CELLS]:
-        for kind, setting in (("fixed", "False"), ("expandable", "True"))[: 1 if name in CELLS else 2]:
-            path = arguments.output / f"{name}_{kind}.json.gz"
-            environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{setting}"}
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.cost_model.record_allocations",
-                "--only",
-                name,
-                "--child",
-                str(path),
-            ]
-            subprocess.run(command, check=True, env=environment)
+        path = arguments.output / f"{name}.json.gz"
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.cost_model.record_allocations",
+            "--only",
+            name,
+            "--child",
+            str(path),
+        ]
+        subprocess.run(command, check=True, env=environment)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The formula for these workspaces is tested against the records.
 
-    python -m benchmarks.cost_model.record_convolutions [--output tests/cost_model/backends/cudnn_convolutions.json] [--shapes 120]
+    python -m benchmarks.cost_model.record_convolutions [--output tests/cost_model/backends/kernel_memory/cudnn_convolutions.json] [--shapes 120]
 
 On a CUDA machine, a minute. A row holds a 2-D convolution (rows, channels read, channels written, entries a side, points a side, stride, dtype)
 and the most bytes taken beside the results by its forward pass and by the passes for the gradients of its input and of its weight.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-OUTPUT = Path(__file__).parents[2] / "tests" / "cost_model" / "backends" / "cudnn_convolutions.json"
+OUTPUT = Path(__file__).parents[2] / "tests" / "cost_model" / "backends" / "kernel_memory" / "cudnn_convolutions.json"
 CHANNELS = ((3, 64), (32, 48), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (512, 512))
 KERNELS = ((3, 1), (3, 2), (1, 1), (1, 2), (7, 2), (5, 1), (2, 2), (4, 2))
 LARGEST = 64 * 64 * 128 * 128  # entries of an operand

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.options.large_vocabulary import MACHINE, ROWS, CausalLM, missing
+from benchmarks.options.large_vocabulary import MACHINE, ROWS, CausalLM, figures, missing, plan_on_machine
 from benchmarks.records import markdown, origin, prepare, write
-from lightning_unified import Plan, UnifiedStrategy, plan, predict
+from lightning_unified import Plan, UnifiedStrategy, predict
 from lightning_unified.cost_model.rates import tabled_rates
 from lightning_unified.hardware import resolve_budget
 from lightning_unified.hardware.simulated import SimulatedMachine
@@ -30,6 +30,7 @@ from lightning_unified.hardware.simulated import SimulatedMachine
 RESULTS = Path(__file__).with_suffix(".json")
 LENGTH, CHUNK = 2048, 128  # tokens of a row; rows of logits in a chunk of the loss
 SMALL_LENGTH, SMALL_ROWS, SMALL_BUDGET = 1024, 1, "1536MiB"
+SMALL_STEPS = 3  # a prediction replays a first step and two more
 
 
 def step(*, recompute: bool, attention: str) -> dict[str, Any]:
@@ -60,27 +61,14 @@ def step(*, recompute: bool, attention: str) -> dict[str, Any]:
 
 def planned(*, attention: str, budget: int) -> dict[str, Any]:
     """Return a plan as plain values."""
-    with torch.device("meta"):
-        module = CausalLM(lora=True)
-    found = plan(
-        module,
-        torch.zeros(ROWS, LENGTH, dtype=torch.long),
-        budget=budget,
-        device="mps",
-        precision="bf16-mixed",
-        attention=attention,  # pyright: ignore[reportArgumentType]
-        rates=tabled_rates(MACHINE),
-    )
-    prediction = found.prediction
+    found = plan_on_machine(lora=True, length=LENGTH, budget=budget, attention=attention)
     return {
         "asked": attention,
         "micro_batch_size": found.micro_batch_size,
         "checkpointing": found.recomputed,
         "loss chunk": found.loss_chunk,
         "attention": found.attention or "torch",
-        "GiB": None if prediction is None else round(prediction.reserved_bytes / 2**30, 2),
-        "seconds": None if prediction is None or prediction.seconds is None else round(prediction.seconds, 2),
-        "reason": found.reasons["micro_batch_size"],
+        **figures(found),
     }
 
 
@@ -110,7 +98,7 @@ def run(*, attention: str) -> dict[str, Any]:
     """Return the predicted and the counted peak of a simulated run."""
     module, strategy = Small(), UnifiedStrategy(simulate=MACHINE, budget=SMALL_BUDGET, attention=attention)  # pyright: ignore[reportArgumentType]
     trainer = L.Trainer(
-        max_steps=2,
+        max_steps=SMALL_STEPS,
         accelerator="cpu",
         strategy=strategy,
         logger=False,
@@ -118,7 +106,7 @@ def run(*, attention: str) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(torch.randint(0, 2000, (2 * SMALL_ROWS, SMALL_LENGTH)), SMALL_ROWS))  # pyright: ignore[reportArgumentType]
+    trainer.fit(module, DataLoader(torch.randint(0, 2000, (SMALL_STEPS * SMALL_ROWS, SMALL_LENGTH)), SMALL_ROWS))  # pyright: ignore[reportArgumentType]
     found, machine = module.plan, strategy.simulated
     assert found is not None
     assert found.prediction is not None

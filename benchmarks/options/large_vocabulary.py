@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import markdown, origin, prepare, write
-from lightning_unified import plan, predict
+from lightning_unified import Plan, plan, predict
 from lightning_unified.cost_model.rates import tabled_rates
 from lightning_unified.hardware import resolve_budget
 from lightning_unified.hardware.simulated import SimulatedMachine
@@ -52,20 +52,34 @@ class CausalLM(L.LightningModule):
         return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-4)
 
 
-def planned(*, lora: bool, chunks: bool, length: int, budget: int) -> dict[str, Any]:
-    """Return a plan as plain values."""
+def plan_on_machine(*, lora: bool, length: int, budget: int, **options: Any) -> Plan:
+    """Return the plan of `CausalLM` on the simulated machine, with `options` of `plan`."""
     with torch.device("meta"):
         module = CausalLM(lora=lora)
-    found = plan(
+    return plan(
         module,
         torch.zeros(ROWS, length, dtype=torch.long),
         budget=budget,
         device="mps",
         precision="bf16-mixed",
-        loss_chunk="auto" if chunks else False,
         rates=tabled_rates(MACHINE),
+        **options,
     )
+
+
+def figures(found: Plan) -> dict[str, Any]:
+    """Return a plan's reserved GiB (2**30 bytes), its seconds a step, and the reason of its micro-batch size."""
     prediction = found.prediction
+    return {
+        "GiB": None if prediction is None else round(prediction.reserved_bytes / 2**30, 2),
+        "seconds": None if prediction is None or prediction.seconds is None else round(prediction.seconds, 2),
+        "reason": found.reasons["micro_batch_size"],
+    }
+
+
+def planned(*, lora: bool, chunks: bool, length: int, budget: int) -> dict[str, Any]:
+    """Return a plan as plain values."""
+    found = plan_on_machine(lora=lora, length=length, budget=budget, loss_chunk="auto" if chunks else False)
     return {
         "trained": NAMES[lora],
         "length": length,
@@ -73,9 +87,7 @@ def planned(*, lora: bool, chunks: bool, length: int, budget: int) -> dict[str, 
         "micro_batch_size": found.micro_batch_size,
         "checkpointing": found.recomputed,
         "chunk": found.loss_chunk,
-        "GiB": None if prediction is None else round(prediction.reserved_bytes / 2**30, 2),
-        "seconds": None if prediction is None or prediction.seconds is None else round(prediction.seconds, 2),
-        "reason": found.reasons["micro_batch_size"],
+        **figures(found),
     }
 
 

@@ -1,8 +1,8 @@
 """Records of the plan search: options, splits, timed candidates, and the choice."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from lightning_unified.cost_model.trace.trace import Trace
 
@@ -110,10 +110,6 @@ class Candidate:
         named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
         named += [f"{self.attention} attention"] if self.attention else []
         return ", ".join(named)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for `plan.json`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

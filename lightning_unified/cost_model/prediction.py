@@ -1,8 +1,7 @@
 """The predicted memory and time of a step, made from its trace."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from lightning_unified.cost_model.memory.peak import Peak, describe_instant, instants, peak
 from lightning_unified.cost_model.memory.reserve import AllocatorPeak, allocator_peak
@@ -65,10 +64,6 @@ class Prediction(Printed):
         At its limit an allocator frees its caches, so that it reserves no more than that.
         """
         return replace(self, reserved_bytes=min(self.reserved_bytes, max(limit, self.peak_bytes)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for `plan.json`."""
-        return asdict(self)
 
 
 def counted_peak(trace: Trace, replayed: AllocatorPeak) -> Peak:

@@ -125,7 +125,7 @@ def parse_spec(spec: str | int) -> Spec:
     return Spec(kind="leave" if leave else "up to" if up_to else "bytes", amount=amount, text=text)
 
 
-def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] | None = None) -> Budget:
+def resolve_budget(spec: str | int, reading: Reading) -> Budget:
     """Return the bytes a run may use on the pool of `reading`.
 
     A stated amount is never clamped: a run that was tuned for one budget and silently got another is worse than one that did not
@@ -134,7 +134,6 @@ def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int
     Args:
         spec: `"auto"`, an amount (`"28GiB"` or a count), `"up to 28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
         reading: A fresh reading of the pool.
-        tiers: Named budgets in bytes, to name the largest that fits; None for `fixed_tiers()`.
 
     Raises:
         BudgetError: If the text has none of these forms, the pool is smaller, or a figure the text needs is unknown.
@@ -161,9 +160,7 @@ def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int
         reason = f"{what}, is less than {format_bytes(amount)}, so the run takes what auto gives: {given.reason}"
         return replace(given, bytes=min(given.bytes, amount), spec=parsed.text, reason=reason)
     if total is not None and amount > total:
-        raise BudgetError(
-            f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, fixed_tiers() if tiers is None else tiers)}."
-        )
+        raise BudgetError(f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, fixed_tiers())}.")
     return Budget(bytes=amount, spec=parsed.text, reason=_stated(amount, reading, what), follows_others=False)
 
 

@@ -13,10 +13,8 @@ from lightning_unified.hardware.sources import Sources, read_text, torch_version
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MPS_SCALER_SINCE", "MPS_SCALER_SOUND_SINCE", "Capability", "capabilities", "capability"]
+__all__ = ["MPS_SCALER_SOUND_SINCE", "Capability", "capabilities", "capability"]
 
-MPS_SCALER_SINCE = (2, 8)
-"""Before, unscaling asks for float64, which MPS lacks (pytorch #142397)."""
 MPS_SCALER_SOUND_SINCE = (2, 13)
 """Before, unscaling zeroed 16-bit gradients (pytorch #184286).
 
@@ -69,7 +67,7 @@ def capabilities(device: "str | torch.device | Reading", *, sources: Sources | N
     fused = _fused(reading, sources)
     found = {
         "bf16": _bf16(reading, sources),
-        "fp16": _fp16(reading, sources),
+        "fp16": _fp16(reading),
         "float64": _float64(reading),
         "autocast": _autocast(reading),
         "scaler": _scaler(reading, sources),
@@ -123,9 +121,9 @@ def _bf16_mps(reading: Reading, sources: Sources) -> tuple[str, str]:
     name = mps_name(sources)
     chip = re.search(r"Apple M(\d+)", name)
     if chip and int(chip.group(1)) >= 3:
-        return "native", f"{name}: M3 and later have bf16; autocast since torch 2.6"
+        return "native", f"{name}: M3 and later have bf16"
     which = "M1 and M2 compute bf16 in fp32" if chip else "not a chip known to have bf16 units"
-    return "emulated", f"{name}: {which}; memory halves all the same; autocast since torch 2.6 ({reading.device})"
+    return "emulated", f"{name}: {which}; memory halves all the same ({reading.device})"
 
 
 def _bf16_xpu(reading: Reading, sources: Sources) -> tuple[str, str]:
@@ -144,11 +142,9 @@ def _bf16_emulated(sources: Sources, device: str, reason: str) -> tuple[str, str
     return "emulated", f"{reason}; torch computes it by conversion: memory is saved, time is not"
 
 
-def _fp16(reading: Reading, sources: Sources) -> _Found:
+def _fp16(reading: Reading) -> _Found:
     if reading.backend == "cpu":
         return "emulated", "training in fp16 on a CPU becomes bf16: its fp16 kernels are for inference"
-    if reading.backend == "mps" and torch_version(sources) < MPS_SCALER_SINCE:
-        return "none", "the loss scaler raises on MPS before torch 2.8; use bf16"
     return "native", "with a live loss scaler only; see scaler"
 
 
@@ -162,8 +158,7 @@ def _autocast(reading: Reading) -> _Found:
     if reading.backend == "cpu":
         return "bfloat16", "torch.autocast('cpu'); fp16 there has no scaler in Lightning"
     kind = "cuda" if reading.backend == "rocm" else reading.backend
-    gate = "; fp16 since torch 2.5, bf16 since 2.6" if kind == "mps" else ""
-    return "float16, bfloat16", f"torch.autocast('{kind}'){gate}"
+    return "float16, bfloat16", f"torch.autocast('{kind}')"
 
 
 def _scaler(reading: Reading, sources: Sources) -> _Found:
@@ -173,10 +168,7 @@ def _scaler(reading: Reading, sources: Sources) -> _Found:
     if reading.backend != "mps":
         kind = "xpu" if reading.backend == "xpu" else "cuda"
         return kind, f"torch.amp.GradScaler('{kind}') for fp16; bf16 needs none"
-    version = torch_version(sources)
-    if version < MPS_SCALER_SINCE:
-        return "none", "before torch 2.8 unscaling needs float64, which MPS lacks (pytorch #142397)"
-    if version < MPS_SCALER_SOUND_SINCE:
+    if torch_version(sources) < MPS_SCALER_SOUND_SINCE:
         bugs = "16-bit gradients were zeroed (#184286) and fused optimizers ignored the scale (#186360) before 2.13"
         return "mps", f"fp32 parameters and an unfused optimizer only: {bugs}"
     return "mps", "torch.amp.GradScaler('mps'), sound since torch 2.13"

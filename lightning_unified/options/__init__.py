@@ -21,8 +21,6 @@ from lightning_unified.options.loss_chunk import LossChunk
 from lightning_unified.options.memory_options import MemoryOptions
 from lightning_unified.options.optimizer_kernel import (
     KERNELS,
-    Kernel,
-    KernelChange,
     allowed_kernels,
     kernel_of,
     set_kernel,
@@ -35,8 +33,6 @@ __all__ = [
     "CheckpointedBlocks",
     "Compilation",
     "CompileCost",
-    "Kernel",
-    "KernelChange",
     "LossChunk",
     "MemoryOptions",
     "allowed_kernels",

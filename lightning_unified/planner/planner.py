@@ -9,7 +9,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,10 @@ from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
 from lightning_unified.cost_model.rates.cost import sampling_seconds, step_seconds
 from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination, always_compared
+from lightning_unified.planner.dry_run.isolation import no_collection
 from lightning_unified.planner.row_lengths import RowLengths
 from lightning_unified.planner.step_traces import StepTraces
 
@@ -33,6 +35,29 @@ __all__ = ["Planner", "is_under"]
 # core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
 _MOST_OPERATIONS = 16_000
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
+
+
+@dataclass(frozen=True, slots=True)
+class _CorrectedBytes:
+    """Bytes of steps by the model of the allocator, corrected by earlier measurements."""
+
+    allocator: AllocatorSettings
+    calibration: Calibration | None
+
+    def taken(self, trace: Trace, *, limit: int) -> Taken:
+        """Return the bytes that a step takes; at its limit, an allocator first returns cached blocks."""
+        replayed = allocator_peak(trace, settings=self.allocator)
+        reserved = int(replayed.reserved * self._factor(trace))
+        if reserved > limit and self.fit(trace, limit=limit):
+            reserved = limit
+        return Taken(peak_bytes=counted_peak(trace, replayed).bytes, reserved_bytes=reserved)
+
+    def fit(self, trace: Trace, *, limit: int) -> bool:
+        """Return whether a step fits within `limit` bytes."""
+        return fits_within(trace, int(limit / self._factor(trace)), settings=self.allocator)
+
+    def _factor(self, trace: Trace) -> float:
+        return 1.0 if self.calibration is None else self.calibration.peak_factor(_kind(trace))
 
 
 class Planner:
@@ -47,7 +72,7 @@ class Planner:
         self, traces: StepTraces, *, rates: Rates | None = None, calibration: Calibration | None = None
     ) -> None:
         self._traces, self._rates, self._calibration = traces, rates, calibration
-        self._allocator = traces.counted.allocator
+        self._bytes = _CorrectedBytes(traces.counted.allocator, calibration)
         self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._begun, self._before = time.monotonic(), 0
 
@@ -69,7 +94,7 @@ class Planner:
         Raises:
             DryRunError: If the step cannot be traced.
         """
-        return self._fits(self._traces.exactly(combination, micro_batch_size)[0], limit=limit)
+        return self._bytes.fit(self._traces.exactly(combination, micro_batch_size)[0], limit=limit)
 
     def choose(
         self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool = False
@@ -90,6 +115,12 @@ class Planner:
         """
         self._begun, self._rates = time.monotonic(), rates
         self._before = self._traces.operations
+        with no_collection():
+            return self._chosen(combinations, budget_bytes=budget_bytes, rates=rates, only_best=only_best)
+
+    def _chosen(
+        self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool
+    ) -> Choice:
         combinations = self._that_differ(combinations)
         for _ in range(_ATTEMPTS):
             options = self._promising(combinations, rates=rates) if only_best else self._options(combinations)
@@ -98,7 +129,7 @@ class Planner:
             if best is None or best.parts == 1:
                 break
             sizes = self._traces.of(self.combination_of(best))
-            if self._fits(sizes.exactly(best.micro_batch_size, parts=best.parts), limit=budget_bytes):
+            if self._bytes.fit(sizes.exactly(best.micro_batch_size, parts=best.parts), limit=budget_bytes):
                 break
             sizes.distrust_lines()
         return choice  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -107,7 +138,7 @@ class Planner:
         return search(
             options,
             budget_bytes=budget_bytes,
-            taken=partial(self._taken, limit=budget_bytes),
+            taken=partial(self._bytes.taken, limit=budget_bytes),
             rows=self._traces.rows,
             unit=self._traces.unit,
             least=self._traces.limits.least,
@@ -139,7 +170,7 @@ class Planner:
     def within(self, trace: Trace, *, parts: int, limit: int) -> Prediction | None:
         """Return the prediction for a traced step if it fits within `limit` bytes, else None."""
         self._begun = time.monotonic()
-        if peak(trace).bytes > limit or not self._fits(trace, limit=limit):
+        if peak(trace).bytes > limit or not self._bytes.fit(trace, limit=limit):
             return None
         return self._summary(trace, parts=parts).within(limit)
 
@@ -223,20 +254,6 @@ class Planner:
         self._combinations[_key(option)] = combination
         return option
 
-    def _taken(self, trace: Trace, *, limit: int) -> Taken:
-        """Return the bytes that a step takes; at its limit, an allocator first returns cached blocks."""
-        replayed = allocator_peak(trace, settings=self._allocator)
-        reserved = int(replayed.reserved * self._factor(trace))
-        if reserved > limit and self._fits(trace, limit=limit):
-            reserved = limit
-        return Taken(peak_bytes=counted_peak(trace, replayed).bytes, reserved_bytes=reserved)
-
-    def _fits(self, trace: Trace, *, limit: int) -> bool:
-        return fits_within(trace, int(limit / self._factor(trace)), settings=self._allocator)
-
-    def _factor(self, trace: Trace) -> float:
-        return 1.0 if self._calibration is None else self._calibration.peak_factor(_kind(trace))
-
     def _summary(self, trace: Trace, *, parts: int) -> Prediction:
         seconds = None if self._rates is None else step_seconds(trace, self._rates)
         found = summarise(
@@ -244,7 +261,7 @@ class Planner:
             seconds=seconds if parts <= 2 else None,
             generation_seconds=0.0 if self._rates is None else sampling_seconds(trace, self._rates),
             planning_seconds=time.monotonic() - self._begun,
-            settings=self._allocator,
+            settings=self._bytes.allocator,
         )
         return replace(found, parts=parts)
 

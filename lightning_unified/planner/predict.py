@@ -22,6 +22,7 @@ from lightning_unified.planner.arguments import check_recompute, check_step_argu
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.other_phases import plan_validation, with_generation
+from lightning_unified.planner.phases import Phases
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
 
@@ -112,6 +113,7 @@ def plan(
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
+    phases: Phases | None = None,
 ) -> Plan:
     """Return the plan of least predicted step time that fits into `budget`.
 
@@ -131,6 +133,7 @@ def plan(
             is not here, None takes the published speeds of a typical one, which order plans but predict no times.
         trainer: As in `predict`.
         validation_batch: A whole batch as `validation_step` gets it; the plan then includes its micro-batches.
+        phases: One object for the plans of all phases of a fit, as `Phases` describes it.
 
     Returns:
         The plan. If nothing fits, its `prediction` and `micro_batch_size` are None, and `reasons["micro_batch_size"]` names plans that
@@ -149,7 +152,7 @@ def plan(
     count = _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
     known, speeds = _speeds(device, rates=rates, calibration=calibration)
-    traces = StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
+    traces = (phases or Phases()).traces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
     planner = Planner(traces, calibration=calibration)
     combinations = _combinations(
         module,
@@ -164,11 +167,7 @@ def plan(
     alignment = None if calibration is None else calibration.alignment
     aligned = _UNALIGNED if alignment is None else alignment.describe()
     found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
-    if validation_batch is None or found.prediction is None:
-        return found
-    return _with_validation(
-        found, _validation(step, validation_batch, loss_chunk=found.loss_chunk, attention=found.attention)
-    )
+    return found if validation_batch is None else _with_validation(found, step, validation_batch)
 
 
 def plan_many(
@@ -280,11 +279,13 @@ def _validation(step: StepSpec, batch: Any, *, loss_chunk: int | None, attention
     return replace(step, batch=batch, train_batch=step.batch, accumulate=1, validates=True, **options)
 
 
-def _with_validation(found: Plan, step: StepSpec) -> Plan:
-    """Add the prediction for the validation step to a plan, or the reason why there is none."""
-    assert found.prediction is not None
+def _with_validation(found: Plan, step: StepSpec, batch: Any) -> Plan:
+    """Add the prediction for the validation step on `batch`, or the reason why there is none."""
+    if found.prediction is None:
+        return found
     try:
-        validation = plan_validation(step, limit=found.budget_bytes)
+        validates = _validation(step, batch, loss_chunk=found.loss_chunk, attention=found.attention)
+        validation = plan_validation(validates, limit=found.budget_bytes)
     except DryRunError as error:
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
     prediction = replace(found.prediction, validation=validation.prediction)

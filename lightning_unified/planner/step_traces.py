@@ -91,6 +91,7 @@ class StepTraces:
 
     Args:
         step: The step, whose memory options each combination replaces.
+        like: The traces of the same module for another batch, whose repeated blocks are known.
 
     Attributes:
         backend: The backend of the traces.
@@ -102,7 +103,12 @@ class StepTraces:
     """
 
     def __init__(
-        self, step: StepSpec, *, limits: SizeLimits | None = None, counted: CountedMemory | None = None
+        self,
+        step: StepSpec,
+        *,
+        limits: SizeLimits | None = None,
+        counted: CountedMemory | None = None,
+        like: "StepTraces | None" = None,
     ) -> None:
         self.backend, self.limits, self.counted = step.backend, limits or SizeLimits(), counted or CountedMemory()
         self._step, self._batch = step, BatchRows.of(step)
@@ -112,7 +118,8 @@ class StepTraces:
             self.rows, unit=self.unit, least=self.limits.least, micro_batch_size=self.limits.micro_batch_size
         )
         self._fake_copies: dict[Any, DryRun] = {}
-        self._twins: dict[Any, Twins] = {}
+        known = {} if like is None else like._twins
+        self._twins: dict[Any, Twins] = {key: twins.borrowed() for key, twins in known.items()}
         self._sizes: dict[Combination, TracedSizes] = {}
         self._first: dict[str, Trace] = {}  # the user's own step, by precision: a search begins with it
         self.operations = 0

@@ -36,7 +36,7 @@ class Tuned(L.LightningModule):
 def test_the_cache_is_that_which_the_network_takes(gearhead):
     found = generated(gearhead, rows=4, prompt=16, new=32)
 
-    assert found.bytes.cache == gearhead.network.new_cache(batch=4, length=48).nbytes
+    assert found.bytes.cache == gearhead.network.new_cache(batch=4, length=48)._store.nbytes
     assert (found.network, found.grows) == ("GearHeadNetwork", False)
     assert found.bytes.logits == 4 * gearhead.config.vocabulary * (4 + 2 * 4)
 

@@ -16,7 +16,7 @@ def shape(*, item_bytes=2, vocabulary=100, **figures):
 def test_a_cache_taken_once_has_the_bytes_of_the_formula(dtype):
     cache = KVCache(layers=3, batch=4, heads=2, length=40, head_width=16, dtype=dtype)
 
-    assert shape(item_bytes=dtype.itemsize).cache_bytes(batch=4, length=40) == cache.nbytes
+    assert shape(item_bytes=dtype.itemsize).cache_bytes(batch=4, length=40) == cache._store.nbytes
 
 
 def dynamic_cache():

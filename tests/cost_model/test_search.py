@@ -12,7 +12,7 @@ from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.rates import Alignment
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.search import Option, search, what_would_fit
-from tests.support.made_traces import MadeTraces, rates, taken
+from tests.support.memory.made_traces import MadeTraces, rates, taken
 
 GFLOP = 10**9
 

@@ -10,7 +10,7 @@ from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.policy import MemoryPolicy
-from tests.support.modules.dry_run_zoo import Perceptron, trace_step
+from tests.support.zoo.dry_run import Perceptron, trace_step
 
 
 def made(asked, rows, parts, second):

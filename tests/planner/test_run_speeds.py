@@ -10,7 +10,7 @@ from lightning_unified.planner.first_batch.gather import RunSpeeds
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.step_traces import SizeLimits, StepTraces
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from tests.support.modules.dry_run_zoo import Perceptron
+from tests.support.zoo.dry_run import Perceptron
 
 RATES = Rates(name="kept", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-5, kernel=0.0, part=0.0)
 

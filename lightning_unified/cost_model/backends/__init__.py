@@ -10,7 +10,7 @@ The dry run executes on fake CPU tensors, whose memory differs from the target's
 """
 
 from lightning_unified.cost_model.backends.kernel_memory.hidden import Hidden, hidden_bytes
-from lightning_unified.cost_model.backends.target import BACKENDS, mimic
+from lightning_unified.cost_model.backends.target import mimic
 from lightning_unified.cost_model.backends.workspaces import with_workspaces
 
-__all__ = ["BACKENDS", "Hidden", "hidden_bytes", "mimic", "with_workspaces"]
+__all__ = ["Hidden", "hidden_bytes", "mimic", "with_workspaces"]

@@ -151,7 +151,7 @@ def _cross_entropy(operation: Operation, args: tuple[Any, ...], kwargs: dict[str
 
     Source:
         torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's allocations under bfloat16 confirm it
-        (tests/cost_model/memory/recorded/gpt_fixed.json.gz).
+        (tests/cost_model/memory/recorded/gpt.json.gz).
     """
 
     def low(

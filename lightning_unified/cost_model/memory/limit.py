@@ -10,7 +10,7 @@ from typing import cast
 
 from typing_extensions import override
 
-from lightning_unified.cost_model.memory.reserve import RunReplay, pools_of
+from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.metal import MetalLimits, MetalPools
 from lightning_unified.hardware.allocators.pools import Block, Pools
@@ -39,22 +39,28 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-
-    def reserved_within(limit: float) -> int | None:
-        pools = pools_of(trace.backend, settings)
-        kind = _MetalWithinLimit if trace.backend == "mps" else _WithinLimit
-        limited = cast("Pools", kind(pools, limit))
-        try:
-            return RunReplay(trace, limited).peak().reserved
-        except _FullError:
-            return None
-
-    found = reserved_within(limit)
-    unhindered = None if found is None else reserved_within(math.inf)
+    found = _reserved_within(trace, limit, settings)
+    unhindered = None if found is None else allocator_peak(trace, settings=settings).reserved
     larger = _limits_from(limit)
     while found not in (None, unhindered):
-        found = reserved_within(next(larger))
+        found = _reserved_within(trace, next(larger), settings)
     return found is not None
+
+
+def _reserved_within(trace: Trace, limit: float, settings: AllocatorSettings) -> int | None:
+    """Return the most bytes reserved within `limit`; None if a block finds no place.
+
+    Each limit is tried once for a trace: other callers ask for the same ones.
+    """
+    key = "allocator", settings, limit
+    if key not in trace.kept:
+        pools = pools_of(trace.backend, settings)
+        kind = _MetalWithinLimit if trace.backend == "mps" else _WithinLimit
+        try:
+            trace.kept[key] = RunReplay(trace, cast("Pools", kind(pools, limit))).peak().reserved
+        except _FullError:
+            trace.kept[key] = None
+    return trace.kept[key]
 
 
 def _limits_from(limit: float) -> Iterator[float]:

@@ -10,11 +10,11 @@ How much more depends on the order of allocations, so no factor on the live peak
 4. Take the largest allocated and reserved bytes seen.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.metal import metal_pools
@@ -65,14 +65,13 @@ def allocator_peak(trace: Trace, *, settings: AllocatorSettings = _DEFAULT) -> A
     workspaces at the first operation that needs one, and the first optimizer step takes the optimizer's state from the blocks
     that activations left. That order decides how the pools are split afterwards.
 
-    Args:
-        trace: A step in steady state.
-        settings: Settings of the allocator.
-
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    return RunReplay(trace, pools_of(trace.backend, settings)).peak()
+    key = "allocator", settings
+    if key not in trace.kept:
+        trace.kept[key] = RunReplay(trace, pools_of(trace.backend, settings)).peak()
+    return trace.kept[key]
 
 
 def pools_of(backend: str, settings: AllocatorSettings = _DEFAULT) -> Pools:
@@ -92,21 +91,57 @@ def pools_of(backend: str, settings: AllocatorSettings = _DEFAULT) -> Pools:
     return kinds[backend]()
 
 
+class _Moves:
+    """The allocations and frees of a trace, as replays need them; made once for a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        events = trace.events
+        works = (index for index, event in enumerate(events) if isinstance(event, Work) and event.phase != "setup")
+        self.first = next(works, len(events))
+        self.setup = [event for event in events[: self.first] if isinstance(event, Take)]
+        self.step = events[self.first :]
+        self.takes = {event.storage: event for event in events if isinstance(event, Take)}
+        # place in the step, storage, and the allocation; None for a free
+        self.moves = [
+            (at, event.storage, event if isinstance(event, Take) else None)
+            for at, event in enumerate(self.step)
+            if not isinstance(event, Work)
+        ]
+        self.beginnings = self._beginnings()
+
+    @classmethod
+    def of(cls, trace: Trace) -> "_Moves":
+        """Return the moves of a trace."""
+        if "moves" not in trace.kept:
+            trace.kept["moves"] = cls(trace)
+        return trace.kept["moves"]
+
+    def _beginnings(self) -> dict[int, list[Take]]:
+        """Return the storages that the first step is the first to take, by the event they precede.
+
+        These are the optimizer's state and the workspaces of libraries.
+        """
+        works = [index for index, event in enumerate(self.step) if isinstance(event, Work)]
+        found: dict[int, list[Take]] = defaultdict(list)
+        for take in self.setup:
+            if take.since is not None and take.since < len(works):
+                after = range(works[take.since] + 1, len(self.step))
+                found[next((at for at in after if not isinstance(self.step[at], Take)), len(self.step))].append(take)
+        steps = next((at for at in works if self.step[at].phase == "optimizer step"), None)  # type: ignore[union-attr]
+        if steps is not None:
+            found[steps] += [take for take in self.setup if take.category == "optimizer state"]
+        return found
+
+
 class RunReplay:
     """Replay of a run's first steps in given pools."""
 
     def __init__(self, trace: Trace, pools: Pools) -> None:
-        self._pools = pools
+        self._pools, self._is_metal, moves = pools, trace.backend == "mps", _Moves.of(trace)
         self._addresses: Addresses | None = getattr(pools, "addresses", None)
-        works = (
-            index for index, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"
-        )
-        begin = next(works, len(trace.events))
-        self._first = begin
-        self._setup = [event for event in trace.events[:begin] if isinstance(event, Take)]
-        self._step = trace.events[begin:]
-        self._moves = [at for at, event in enumerate(self._step) if not isinstance(event, Work)]
-        self._takes = {event.storage: event for event in trace.events if isinstance(event, Take)}
+        self._beginnings, self._first, self._setup, self._step = moves.beginnings, moves.first, moves.setup, moves.step
+        self._moves, self._takes = moves.moves, moves.takes
+        self._rounded: dict[int, int] = {}
         self._blocks: dict[int, Block] = {}
         self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._total = self._most = self._index = self._reserved = 0
@@ -115,12 +150,14 @@ class RunReplay:
 
     def peak(self) -> AllocatorPeak:
         """Replay the steps and return the allocator's peaks."""
-        beginnings = self._beginnings()
+        beginnings = self._beginnings
         later = {take.storage for takes in beginnings.values() for take in takes}
         first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
         self._take_all(take for take in first if take.category in _LASTING)
         if self._addresses is not None:
             self._addresses.compute()
+        if self._is_metal:
+            self._leave_scalar()
         self._take_all(take for take in first if take.category not in _LASTING)
         self._replay(beginnings)
         for _ in range(_STEADY_STEPS):
@@ -135,36 +172,28 @@ class RunReplay:
             levels=self._all_levels(),
         )
 
-    def _beginnings(self) -> dict[int, list[Take]]:
-        """Return the storages that the first step is the first to take, by the event they precede.
+    def _leave_scalar(self) -> None:
+        """Free the block of a scalar: Lightning compares a loader's length on the device before the first batch.
 
-        These are the optimizer's state and the workspaces of libraries.
+        Metal reuses blocks whole until torch 2.13: this one decides which larger block a later scalar gets, and so on.
         """
-        works = [index for index, event in enumerate(self._step) if isinstance(event, Work)]
-        found: dict[int, list[Take]] = defaultdict(list)
-        for take in self._setup:
-            if take.since is not None and take.since < len(works):
-                after = range(works[take.since] + 1, len(self._step))
-                found[next((at for at in after if not isinstance(self._step[at], Take)), len(self._step))].append(take)
-        steps = next((at for at in works if self._step[at].phase == "optimizer step"), None)  # type: ignore[union-attr]
-        if steps is not None:
-            found[steps] += [take for take in self._setup if take.category == "optimizer state"]
-        return found
+        size = self._pools.rounded(1)
+        self._pools.give_back(self._pools.reuse(size) or self._pools.place(size, pressed=False))
 
     def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
-        due = sorted(beginnings, reverse=True)
+        due, first, levels = sorted(beginnings, reverse=True), self._first, self._levels
+        take, give = self._take, self._give
         self._note_level(-1)
-        for at in self._moves:
-            event = self._step[at]
+        for at, storage, taken in self._moves:
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
                 self._note_level(at)
-            if isinstance(event, Take):
-                self._take(event, index=self._first + at)
-            elif isinstance(event, Give):
-                self._give(event.storage)
-            self._note_level(at)
+            if taken is None:
+                give(storage)
+            else:
+                take(taken, index=first + at)
+            levels[first + at] = max(levels[first + at], self._total)
         for last in reversed(due):
             if last < len(self._step):
                 self._take_all(beginnings[last])
@@ -188,14 +217,14 @@ class RunReplay:
     def _carry_over(self) -> None:
         """Rename the storages a step leaves to those the next one begins with, such as its gradients."""
         own = {take.storage for take in self._setup}
-        left: dict[tuple[Category, int], list[int]] = defaultdict(list)
+        left: dict[tuple[Category, int], deque[int]] = defaultdict(deque)
         for take in (self._takes[storage] for storage in self._blocks if storage not in own):
             left[take.category, take.bytes].append(take.storage)
         missing = [take for take in self._setup if take.storage not in self._blocks]
         for take in missing:
             same = left[take.category, take.bytes]
             if same:
-                self._blocks[take.storage] = self._blocks.pop(same.pop())
+                self._blocks[take.storage] = self._blocks.pop(same.popleft())
         for storages in left.values():
             for storage in storages:
                 self._give(storage)
@@ -206,16 +235,21 @@ class RunReplay:
             self._take(take, index=0)
 
     def _take(self, take: Take, *, index: int) -> None:
-        if not take.bytes:
+        count, category = take.bytes, take.category
+        if not count:
             return
-        if take.category == "workspaces" and self._addresses is not None:
+        if category == "workspaces" and self._addresses is not None:
             self._addresses.multiply()
-        size = self._pools.rounded(take.bytes)
-        block = self._pools.reuse(size) or self._pools.place(size, pressed=False)
+        pools = self._pools
+        size = self._rounded.get(count)
+        if size is None:
+            size = self._rounded[count] = pools.rounded(count)
+        block = pools.reuse(size) or pools.place(size, pressed=False)
         self._blocks[take.storage] = block
-        self._live[take.category] += block.size
+        self._live[category] += block.size
         self._total += block.size
-        self._reserved = max(self._reserved, self._pools.reserved)
+        reserved = pools.reserved
+        self._reserved = max(self._reserved, reserved)
         if self._total > self._most:
             self._most, self._index, self._at_most = self._total, index, dict(self._live)
 

@@ -1,19 +1,17 @@
 """Calibration of a machine: its measured speeds and prediction errors, kept between runs.
 
-Tabled and modelled figures miss a machine by some percent. Each measured step yields two ratios, measured over predicted, for
-the peak and for the time. A JSON file for each machine keeps the last 16 of each kind. Two rules turn them into corrections:
+Tabled and modelled figures miss a machine by some percent. Each measured step yields the ratio of its measured to its
+predicted peak. A JSON file for each machine keeps the last 16 ratios of each kind.
 
-- Peaks are multiplied by the worst recent ratio of their kind, between 1.0 and 1.3. A prediction that is too low costs a
-  recovery, one that is too high only a smaller micro-batch. A ratio above 1.3 means that the prediction is wrong, not that
-  the machine differs a little.
-- Times are multiplied by the median ratio over all kinds. A factor for each kind would favour plans that have never run.
+Predicted peaks are multiplied by the worst recent ratio of their kind, between 1.0 and 1.3. A prediction that is too low costs
+a recovery, one that is too high only a smaller micro-batch. A ratio above 1.3 means that the prediction is wrong, not that the
+machine differs a little.
 """
 
 import json
 import logging
 import os
 import re
-import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +19,9 @@ from typing import Any
 
 import torch
 
-from lightning_unified.cache_folder import cache_folder
 from lightning_unified.cost_model.rates import Alignment, Rates, measure_alignment, measure_rates
 from lightning_unified.hardware import Reading
+from lightning_unified.user_files.folders import cache_folder
 
 __all__ = [
     "Calibration",
@@ -85,7 +83,6 @@ class Calibration:
         rates: Measured speeds; None before `keep` stores them.
         alignment: Measured gain of aligned sizes; None before `keep` stores it.
         peaks: Measured over predicted peaks by kind, newest last.
-        steps: Measured over predicted seconds a step by kind, newest last.
     """
 
     def __init__(self, machine: str, *, directory: Path | None) -> None:
@@ -94,7 +91,6 @@ class Calibration:
         self.rates: Rates | None = None
         self.alignment: Alignment | None = None
         self.peaks: Ratios = {}
-        self.steps: Ratios = {}
         self._warned = False
 
     @classmethod
@@ -141,37 +137,23 @@ class Calibration:
             self.keep(alignment=alignment)
         return alignment
 
-    def record(
-        self,
-        kind: str,
-        *,
-        predicted_bytes: int,
-        measured_bytes: int,
-        predicted_seconds: float | None = None,
-        measured_seconds: float | None = None,
-    ) -> None:
-        """Store a step's measured figures beside the predicted ones.
+    def record(self, kind: str, *, predicted_bytes: int, measured_bytes: int) -> None:
+        """Store the ratio of a step's measured to its predicted peak.
 
         Args:
             kind: Kind from `kind_of`.
             predicted_bytes: Predicted peak, without the correction of `peak_factor`.
             measured_bytes: The same peak, measured.
-            predicted_seconds: Predicted seconds of a step, without the correction of `step_factor`; None without a prediction
-                of time.
-            measured_seconds: Measured seconds of a warm step; None if not measured.
 
         Raises:
             ValueError: If a figure is not positive.
         """
-        given = (predicted_bytes, measured_bytes, predicted_seconds, measured_seconds)
-        if any(figure is not None and not figure > 0 for figure in given):
+        if not (predicted_bytes > 0 and measured_bytes > 0):
             raise ValueError(
-                f"predicted and measured figures must be positive, or None for seconds; these are {given}."
+                f"predicted and measured bytes must be positive; these are {predicted_bytes} and {measured_bytes}."
             )
         self._read()  # another process may have recorded steps since
-        _append(self.peaks, kind, measured_bytes / predicted_bytes)
-        if predicted_seconds is not None and measured_seconds is not None:
-            _append(self.steps, kind, measured_seconds / predicted_seconds)
+        self.peaks[kind] = [*self.peaks.get(kind, []), measured_bytes / predicted_bytes][-_KEPT:]
         self._write()
 
     def peak_factor(self, kind: str) -> float:
@@ -181,13 +163,6 @@ class Calibration:
         """
         return min(max([1.0, *self.peaks.get(kind, [])]), _MOST)
 
-    def step_factor(self) -> float:
-        """Return the factor for predicted seconds: the median ratio over all kinds, 1.0 without any.
-
-        One factor for a machine: a factor for each kind would favour plans that have never run.
-        """
-        return statistics.median([ratio for ratios in self.steps.values() for ratio in ratios] or [1.0])
-
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file as plain values."""
         return {
@@ -196,7 +171,6 @@ class Calibration:
             "rates": None if self.rates is None else self.rates.to_dict(),
             "alignment": None if self.alignment is None else self.alignment.to_dict(),
             "peaks": self.peaks,
-            "steps": self.steps,
         }
 
     def _read(self) -> None:
@@ -208,7 +182,7 @@ class Calibration:
                 return
             rates = None if state["rates"] is None else Rates(**state["rates"])
             alignment = None if state["alignment"] is None else Alignment.from_dict(state["alignment"])
-            peaks, steps = _ratios(state["peaks"]), _ratios(state["steps"])
+            peaks = _ratios(state["peaks"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if not self._warned:
                 log.warning(
@@ -219,7 +193,7 @@ class Calibration:
                 )
             self._warned = True
             return
-        self.rates, self.alignment, self.peaks, self.steps = rates, alignment, peaks, steps
+        self.rates, self.alignment, self.peaks = rates, alignment, peaks
 
     def _write(self) -> None:
         """Write the file atomically; a disk that refuses causes one warning."""
@@ -249,10 +223,6 @@ def clear_calibrations(directory: Path | None = None) -> list[str]:
         assert path is not None
         path.unlink(missing_ok=True)
     return machines
-
-
-def _append(ratios: Ratios, kind: str, ratio: float) -> None:
-    ratios[kind] = [*ratios.get(kind, []), ratio][-_KEPT:]
 
 
 def _ratios(state: Mapping[str, Any]) -> Ratios:

@@ -82,18 +82,16 @@ def brief_rates(device: torch.device | str, *, name: str, dtypes: Sequence[str])
     return Rates(name=name, flops=flops, bandwidth=bandwidth, launch=launch, kernel=kernel, part=PART, sources=sources)
 
 
-def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None = None) -> Alignment:
+def measure_alignment(device: torch.device | str) -> Alignment:
     """Measure the gain of aligned rows in matrix products; takes about half a second.
+
+    The products are in bfloat16 on a GPU, in float32 on a CPU.
 
     Each size is compared with neighbours of a few rows less, so costs that do not depend on alignment (partly filled tiles)
     are equal in both. A gain counts only if every pair of neighbours shows it.
-
-    Args:
-        device: Such as `"cpu"` or `"cuda:0"`.
-        dtype: Default bfloat16 on a GPU, float32 on a CPU.
     """
     device = torch.device(device)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     per_row = _row_seconds(device, dtype)
     ratios = {
         "multiple of 8": [per_row[rows - 3] / per_row[rows - 8] for rows in _ROWS],

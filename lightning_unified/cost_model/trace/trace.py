@@ -15,7 +15,8 @@ as monomials of rows and length, and `interpolation.py` evaluates them at the si
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 __all__ = ["CATEGORIES", "Category", "Confidence", "Event", "Give", "Passes", "Phase", "Read", "Take", "Trace", "Work"]
 
@@ -144,6 +145,11 @@ class Trace:
     notes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     attends: bool = False
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """Results that are computed from this trace once, such as replays of an allocator; no part of its value."""
+        return {}
 
     @property
     def confidence(self) -> Confidence:

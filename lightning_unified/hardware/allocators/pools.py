@@ -10,8 +10,8 @@ a heap or segment from the driver. Every allocator here follows the `Pools` prot
 5. `release()`: return unused memory to the driver.
 
 Modelled are size classes, reuse, splitting, merging and release. Not modelled are streams, the order in which a driver
-finishes commands, and private pools of graphs. `expandable.py` models segments that grow, `metal/` Metal's heaps,
-`host_heap.py` a process's own heap.
+finishes commands, private pools of graphs, and the settings `expandable_segments`, `max_split_size_mb` and
+`roundup_power2_divisions`. `metal/` models Metal's heaps, `host_heap.py` a process's own heap.
 """
 
 import bisect
@@ -130,11 +130,6 @@ class Freed:
         at = bisect.bisect_left(self._order, (size,))
         return self.blocks[at] if at < len(self.blocks) else None
 
-    def larger(self, block: Block) -> Block | None:
-        """Return the block after `block`, which is among the freed ones."""
-        at = bisect.bisect_right(self._order, (block.size, block.at))
-        return self.blocks[at] if at < len(self.blocks) else None
-
 
 def round_up(size: int, multiple: int) -> int:
     """Return the least multiple of `multiple` that is at least `size`."""
@@ -154,11 +149,6 @@ class CudaSegments:
     and freed neighbours merge. Only whole segments go back to the driver. `addresses` places segments; at the latest when a
     block is freed, a kernel has run.
 
-    Args:
-        max_split: `max_split_size_mb` in bytes: blocks of at least this size are neither split nor given to smaller tensors;
-            None is torch's default, no such size.
-        divisions: `roundup_power2_divisions`: sizes are rounded up to this many steps between two powers of two; 0 for none.
-
     Attributes:
         addresses: Addresses of segments.
 
@@ -170,37 +160,21 @@ class CudaSegments:
     _LARGE = 10 * MIB
     _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB
 
-    def __init__(self, *, max_split: int | None = None, divisions: int = 0) -> None:
+    def __init__(self) -> None:
         self.reserved = 0
-        self._max_split, self._divisions = max_split, divisions
         self.addresses = Addresses()
         self._freed = {True: Freed(), False: Freed()}
 
     def rounded(self, size: int) -> int:
-        if self._divisions > 1 and size > self._ALIGNMENT * self._divisions:
-            power = 1 << (size.bit_length() - 1)
-            step = power >> (self._divisions.bit_length() - 1)
-            return size if size == power else round_up(size, step)
         return round_up(size, self._ALIGNMENT)
 
     def reuse(self, size: int) -> Block | None:
         freed = self._freed[size <= _SMALL]
-        block = self._best(freed, size)
-        if block is None or self._oversize(block, size):
+        block = freed.smallest(size)
+        if block is None:
             return None
         freed.discard(block)
         return self._split(block, size)
-
-    def _best(self, freed: Freed, size: int) -> Block | None:
-        return freed.smallest(size)
-
-    def _oversize(self, block: Block, size: int) -> bool:
-        """Return whether `max_split` reserves `block` for larger tensors than `size`."""
-        if self._max_split is None:
-            return False
-        if size < self._max_split:
-            return block.size >= self._max_split
-        return block.size >= size + self._LARGE_SEGMENT
 
     def growth(self, size: int, *, pressed: bool) -> int:
         del pressed  # segments have the same size whether memory is short or not
@@ -232,13 +206,8 @@ class CudaSegments:
     def _split(self, block: Block, size: int) -> Block:
         block.used = True
         rest = block.size - size
-        if self._splits(rest, size, small=block.home.small):
+        if rest >= self._ALIGNMENT if block.home.small else rest > _SMALL:
             remainder = block.split_off(size)
             remainder.used = False
             self._freed[block.home.small].add(remainder)
         return block
-
-    def _splits(self, rest: int, size: int, *, small: bool) -> bool:
-        if small:
-            return rest >= self._ALIGNMENT
-        return rest > _SMALL and (self._max_split is None or size < self._max_split)

@@ -5,21 +5,49 @@ Every storage that an operation makes on the CPU counts as the device's until it
 
 import os
 import sys
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_unified.hardware.allocators.engine_sums import first_term
 from lightning_unified.hardware.allocators.pools import Block
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
 from lightning_unified.hardware.simulated.command_queue import CommandQueue
+from lightning_unified.hardware.simulated.storage_blocks import StorageBlocks
 
-__all__ = ["LiveTensors"]
+__all__ = ["KernelMemory", "LiveTensors"]
+
+
+class KernelCall(Protocol):
+    """The memory events of one call of a kernel on the simulated device."""
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the CPU's kernel keeps more memory for its result than the device's."""
+        ...
+
+    def replay(
+        self,
+        results: Sequence[Tensor],
+        *,
+        enter: Callable[[Tensor], Any],
+        take: Callable[[int], Block],
+        give: Callable[[Block], None],
+    ) -> Any:
+        """Call `enter` for each result, and `take` and `give` for each block beside them, in the kernel's order."""
+
+
+class KernelMemory(Protocol):
+    """The memory inside kernels, such as `cost_model.backends.hidden_bytes`."""
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, result: Any, *, backend: str) -> KernelCall:
+        """Return the memory events of a call that has returned."""
+        ...
 
 
 _LIBRARIES = (__name__.partition(".")[0], "torch", "lightning")
@@ -33,23 +61,27 @@ class LiveTensors(TorchDispatchMode):
     parameter or a gradient, because there everything must be on the device. It counts with the tensor's own size, so rows of
     a large data set do not count as the data set.
 
-    Not counted: memory that a kernel takes and frees inside, and memory that compiled code takes past the dispatcher. A
-    forked child process counts nothing.
+    Sums of gradients have the memory of their first term, as without a dispatch mode (`engine_sums.py`). Memory that a kernel takes and
+    frees inside counts as far as `kernels` knows it. Not counted is memory that compiled code takes past the dispatcher. A forked
+    child process counts nothing.
 
     Args:
         allocator: The simulated allocator.
         queue: The simulated command queue, which runs the operations.
+        kernels: The memory inside the device's kernels; None counts none.
 
     Attributes:
         peak_place: Operation that led to the allocator's peak, and the line that called it.
         elsewhere: Types of real devices used meanwhile; tensors there do not count.
     """
 
-    def __init__(self, allocator: SimulatedAllocator, queue: CommandQueue) -> None:
+    def __init__(
+        self, allocator: SimulatedAllocator, queue: CommandQueue, *, kernels: KernelMemory | None = None
+    ) -> None:
         super().__init__()
-        self._allocator, self._queue = allocator, queue
+        self._allocator, self._queue, self._kernels = allocator, queue, kernels
         self._process = os.getpid()
-        self._living: dict[int, tuple[weakref.ref[Any], Block, int]] = {}
+        self._blocks = StorageBlocks(allocator)
         self._makes: dict[Any, bool] = {}
         self.peak_place = "tensors made before the first operation"
         self.elsewhere: set[str] = set()
@@ -62,6 +94,7 @@ class LiveTensors(TorchDispatchMode):
         kwargs = kwargs or {}
         if os.getpid() != self._process:
             return func(*args, **kwargs)
+        self._blocks.settle()
         inputs = _tensors(args)
         if kwargs:
             inputs += _tensors(kwargs.values())
@@ -73,8 +106,7 @@ class LiveTensors(TorchDispatchMode):
             makes = self._makes[func] = _makes_storages(func)
         if makes:
             peak = self._allocator.peak
-            for tensor in _tensors((result,)):
-                self._count_made(tensor, inputs)
+            self._count_call(func, args, kwargs, result, inputs)
             if self._allocator.peak > peak:
                 self.peak_place = _place(func)
         return result
@@ -83,14 +115,12 @@ class LiveTensors(TorchDispatchMode):
         """Count existing tensors that do not count yet, each with its own bytes."""
         for tensor in tensors:
             storage = self._storage(tensor)
-            if storage is not None and storage._cdata not in self._living:
-                self._count(storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
+            if storage is not None and self._blocks.bytes_of(storage) is None:
+                self._blocks.count(storage, min(storage.nbytes(), _own_bytes(tensor)))
 
     def forget(self) -> None:
         """Stop counting all tensors: the process gives the device up, though the tensors live on."""
-        for key in list(self._living):
-            _, block, _ = self._living.pop(key)
-            self._allocator.free(block)
+        self._blocks.forget()
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """Return the storage of a dense tensor in host memory.
@@ -105,34 +135,48 @@ class LiveTensors(TorchDispatchMode):
             self.elsewhere.add(kind)
         return storage if kind == "cpu" else None
 
-    def _count_made(self, tensor: Tensor, inputs: list[Tensor]) -> None:
+    def _count_call(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor]) -> None:
+        """Count the results of a call, and the memory inside its kernel, in the kernel's order."""
+        results = [tensor for tensor in _tensors((result,)) if self._storage(tensor) is not None]
+        if not results:  # fake tensors: a plan is made while the run goes on
+            return
+        term = first_term(func, args)
+        if term is not None and self._count_sum(results[0], term):
+            return
+        if self._kernels is None:
+            for tensor in results:
+                self._count_made(tensor, inputs)
+            return
+        call = self._kernels(func, args, kwargs, result, backend=self._allocator.profile.backend)
+        enter = partial(self._count_made, inputs=inputs, shrinks=call.shrinks)
+        call.replay(results, enter=enter, take=self._allocator.allocate, give=self._allocator.free)
+
+    def _count_sum(self, result: Tensor, term: Tensor) -> bool:
+        """Count a sum of gradients; return False if it cannot have its first term's block."""
+        storage, of_term = self._storage(result), self._storage(term)
+        if storage is None or of_term is None or self._blocks.bytes_of(of_term) != storage.nbytes():
+            return False
+        self._blocks.count_sum(storage, of_term)
+        return True
+
+    def _count_made(self, tensor: Tensor, inputs: list[Tensor], *, shrinks: bool = False) -> None:
         storage = self._storage(tensor)
         if storage is None:
             return
-        known = self._living.get(storage._cdata)
+        known = self._blocks.bytes_of(storage)
         if known is None:
             others = (self._storage(other) for other in inputs)
             if all(
                 other is None or other._cdata != storage._cdata for other in others
             ):  # otherwise a view of a storage that does not count
-                self._count(storage, storage.nbytes())
-        elif storage.nbytes() != known[2]:  # resized in place
-            self._drop(storage._cdata)
-            self._count(storage, storage.nbytes())
+                self._blocks.count(storage, min(storage.nbytes(), _own_bytes(tensor)) if shrinks else storage.nbytes())
+        elif storage.nbytes() != known:  # resized in place
+            self._blocks.drop(storage)
+            self._blocks.count(storage, storage.nbytes())
 
-    def _count(self, storage: torch.UntypedStorage, size: int) -> None:
-        if size:
-            key = storage._cdata
-            block = self._allocator.allocate(size)
-            self._living[key] = weakref.ref(storage, partial(self._died, key)), block, storage.nbytes()
 
-    def _died(self, key: int, _reference: Any) -> None:
-        self._drop(key)
-
-    def _drop(self, key: int) -> None:
-        entry = self._living.pop(key, None)
-        if entry is not None:
-            self._allocator.free(entry[1])
+def _own_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _place(func: Any) -> str:

@@ -19,7 +19,7 @@ from lightning_unified.hardware.sources import Sources, major_and_minor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_unified.hardware.simulated.counting import LiveTensors
+    from lightning_unified.hardware.simulated.counting import KernelMemory, LiveTensors
 
 __all__ = ["SimulatedMachine"]
 
@@ -118,18 +118,26 @@ class SimulatedMachine:
         return read(self.device, sources=self.sources)
 
     @contextmanager
-    def active(self, *, holding: "Iterable[Tensor]" = ()) -> "Iterator[LiveTensors]":
+    def active(
+        self, *, holding: "Iterable[Tensor]" = (), kernels: "KernelMemory | None" = None
+    ) -> "Iterator[LiveTensors]":
         """Count storages made inside the block, and `holding`, as the device's.
 
         Run attention as it does.
 
         Storages that survive the block keep counting until they die or `forget` is called.
+
+        Args:
+            holding: Tensors on the device when the block begins.
+            kernels: The memory inside Metal's kernels; None counts none. The first block's holds for all. CUDA's and HIP's is never
+                counted: most of it belongs to kernels that the CPU does not run.
         """
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         from lightning_unified.hardware.simulated.counting import LiveTensors
 
-        self._living = self._living or LiveTensors(self.allocator, self.command_queue)
+        known = kernels if self.profile.backend == "mps" else None
+        self._living = self._living or LiveTensors(self.allocator, self.command_queue, kernels=known)
         self._living.hold(holding)
         with ExitStack() as stack:
             if not self.profile.flash:

@@ -87,21 +87,22 @@ class DryRun:
         *,
         recompute: RecomputePolicy | bool | None = None,
         length: int | None = None,
-        batch: Any = None,
+        spec: StepSpec | None = None,
+        twins: Twins | None = None,
     ) -> Trace | None:
         """Trace one more step on the same fake copy.
 
         It begins in the state in which the first traced step began.
 
-        All step counters are first set back. The recomputed blocks may differ from the first step's: they decide which storages live
-        within a step, and between two steps only their order.
+        All step counters are first set back. The recomputed blocks, the loss chunk, the attention and the batch may differ from the first
+        step's: they decide which storages live within a step, and between two steps only their order.
 
         The result must equal that of a new dry run. Two comparisons ensure it. The storages that live before this step must equal, byte
         for byte and in the same order within each category, those before the first traced step. The storages that live after this step
         must equal them too: then the size of a step does not decide the state that the next one finds. Growing state, kept batch
         tensors and gradients in another order all fail these comparisons.
 
-        The arguments are those of `run` and `DryRun`. A `batch` replaces the step's own for this trace.
+        The arguments are those of `run` and `DryRun`. A `spec` of the same module, precision and optimizer kernel replaces the one so far.
 
         Returns:
             The trace; None if this size needs a dry run of its own.
@@ -110,13 +111,19 @@ class DryRun:
         if fit is None:
             return None
         self._recompute, size = recompute, _size(rows, parts, later_rows, length)
+        self._twins = self._twins if twins is None else twins
         with contextlib.suppress(DryRunError):
-            templates = self._templates if batch is None else Templates(replace(self._spec, batch=batch))
-            trace = self._guarded(partial(self._further, fit, size, templates))
+            self._go_over_to(self._spec if spec is None else spec)
+            trace = self._guarded(partial(self._further, fit, size))
             if trace is not None and trace.confidence != "low" and fit.recording.is_steady:
                 self._fit = fit
                 return trace
         return None
+
+    def _go_over_to(self, spec: StepSpec) -> None:
+        if spec.batch is not self._spec.batch:
+            self._templates = Templates(spec)
+        self._spec = spec
 
     def _guarded(self, traced: Callable[[], Traced]) -> Traced:
         """Return the trace, leave all else unchanged, and turn errors into `DryRunError`."""
@@ -149,9 +156,9 @@ class DryRun:
             self._fit = fit
         return trace
 
-    def _further(self, fit: FakeFit, size: StepSize, templates: Templates) -> Trace | None:
+    def _further(self, fit: FakeFit, size: StepSize) -> Trace | None:
         with fake_world(fit.world):
-            fit.go_on(size, templates, recompute=self._recompute)
+            fit.go_on(self._spec, self._templates, size, recompute=self._recompute, twins=self._twins)
         if fit.recording.is_unlike:
             self._twins.give_up()
             return None
@@ -191,8 +198,8 @@ class DryRuns:
     if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.
 
     Args:
-        fake_copies: Keeps the last dry run, by precision, kernel, loss chunk and attention. Combinations that differ only in recomputation share this
-            mapping, and so one fake copy.
+        fake_copies: Keeps the last dry run, by precision and kernel. Combinations that differ only in other memory options share this mapping,
+            and so one fake copy.
         twins: Keeps the module's repeated blocks, by precision and attention; they hold for all fake copies.
     """
 
@@ -205,7 +212,7 @@ class DryRuns:
         twins: dict[Any, Twins] | None = None,
     ) -> None:
         self._spec, self._recompute = spec, recompute
-        self._key = (spec.precision, spec.optimizer_kernel, spec.loss_chunk, spec.attention)
+        self._key = (spec.precision, spec.optimizer_kernel)
         self._twins = ({} if twins is None else twins).setdefault((spec.precision, spec.attention), Twins())
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
 
@@ -223,14 +230,13 @@ class DryRuns:
         A `batch` replaces the step's own for this trace.
         """
         last, trace = self._last, None
+        spec = self._spec if batch is None else replace(self._spec, batch=batch)
+        options: dict[str, Any] = {"recompute": self._recompute, "twins": self._twins}
         if last is not None:
-            trace = last.go_on(rows, parts, later_rows, recompute=self._recompute, length=length, batch=batch)
+            trace = last.go_on(rows, parts, later_rows, length=length, spec=spec, **options)
         if trace is None:
-            spec = self._spec if batch is None else replace(self._spec, batch=batch)
-            last = self._fake_copies[self._key] = DryRun(spec, recompute=self._recompute, twins=self._twins)
+            last = self._fake_copies[self._key] = DryRun(spec, **options)
             trace = last.run(rows, parts, later_rows, length=length)
-            if batch is not None:
-                del self._fake_copies[self._key]  # its own batch differs from the step's
         return trace
 
     @property

@@ -97,8 +97,8 @@ class FakeFit:
             run_as_compiled(self._copy, spec.module, self._recorder)
         self._recomputed: CheckpointedBlocks | None = None
         self.recompute(recompute)
-        chunk = spec.loss_chunk or chunk_of(spec.module)  # a copy has the heads' own forward
-        self._chunk = None if chunk is None else LossChunk(self._copy, chunk)
+        self._chunk: LossChunk | None = None
+        self._set_chunk()
         self.strategy = self._new_strategy()
         self.recording = RecordingCallback(
             self._recorder,
@@ -127,14 +127,43 @@ class FakeFit:
         with self._followed():
             self.trainer.fit(self._copy, **loaders)
 
-    def go_on(self, size: StepSize, templates: Templates, *, recompute: RecomputePolicy | bool | None) -> None:
-        """Go on until the recording of one more step ends; its batch comes from `templates`."""
-        self.size, self._templates = size, templates
+    def go_on(
+        self,
+        spec: StepSpec,
+        templates: Templates,
+        size: StepSize,
+        *,
+        recompute: RecomputePolicy | bool | None,
+        twins: Twins,
+    ) -> None:
+        """Go on until the recording of one more step ends.
+
+        Args:
+            spec: The step, whose memory options apply from now on.
+            templates: The templates of its batches.
+            size: Its size.
+            recompute: The blocks that recompute their activations, as for `recompute`.
+            twins: The module's repeated blocks under these options.
+        """
+        self.strategy.policy.batches.known_roles = dict(templates.roles)
+        self._spec, self._templates, self.size = spec, templates, size
         self.recording.go_on()
         self.recompute(recompute)
+        self._set_chunk()
+        if self.recording.replay is not None:
+            self.recording.replay.use(twins)
         self.strategy.split(None if size.parts == 1 else size.rows, parts=size.parts)
         with self._followed():
             self.trainer.go_on()
+
+    def _set_chunk(self) -> None:
+        """Set the step's loss chunk, or the module's: the heads of a copy have their own forward."""
+        rows = self._spec.loss_chunk or chunk_of(self._spec.module)
+        if self._chunk is not None:
+            if self._chunk.rows == rows:
+                return
+            self._chunk.undo()
+        self._chunk = None if rows is None else LossChunk(self._copy, rows)
 
     def recompute(self, policy: RecomputePolicy | bool | None) -> None:
         """Set the blocks of the fake copy that recompute their activations.
@@ -188,7 +217,7 @@ class FakeFit:
         try:
             with self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
                 yield
-            self.attends |= "scaled_dot_product_attention" in called
+            self.attends = "scaled_dot_product_attention" in called
         finally:
             if attention is not None:
                 attention.remove()

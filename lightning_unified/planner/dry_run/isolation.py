@@ -14,7 +14,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning_unified.planner.dry_run.compiled_parts import uncompiled
 from lightning_unified.step.undo import no_draws
 
-__all__ = ["untouched"]
+__all__ = ["no_collection", "untouched"]
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytorch_lightning")
 
@@ -34,7 +34,7 @@ def untouched(*, compiled: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # Lightning's `isolate_rng` restores nothing after an error
         stack.callback(_set_rng_states, _collect_rng_states(include_cuda=torch.cuda.is_initialized()))
-        stack.enter_context(_no_collection())
+        stack.enter_context(no_collection())
         stack.enter_context(_silence())
         stack.enter_context(no_draws())  # a dry run that draws from a Python generator is given up before it does
         stack.enter_context(torch.inference_mode(mode=False))
@@ -46,7 +46,11 @@ def untouched(*, compiled: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector off inside.
+
+    The traces of a search are a million objects, and each collection of the oldest generation visits all of them.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -3,7 +3,7 @@
 It starts once a step has written weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import Tensor, nn
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Event
@@ -71,6 +72,7 @@ class RecordingCallback(Callback):
         self.is_steady = self.is_unlike = False
         self.replay: Replay | None = None
         self._lives: list[Lives] = []
+        self._metrics: list[Metric] = []
         self._goes_on = False
         answers.silent = True
 
@@ -121,7 +123,8 @@ class RecordingCallback(Callback):
 
     def _begin(self) -> None:
         self._records, self._steps = True, self._strategy.steps
-        self._mark()
+        self._mark(again=not self._goes_on)
+        self._metrics = []  # a step may replace them, and their storages end then
         self._answers.silent = False
         self._answers.reads.clear()
         if not self._goes_on:
@@ -143,11 +146,17 @@ class RecordingCallback(Callback):
             self.is_steady = alike(self._recorder.lives, self._lives)
             raise _TunerExitException
 
-    def _mark(self) -> None:
-        """Mark the categories of all storages that are known now."""
+    def _mark(self, *, again: bool = True) -> None:
+        """Mark the categories of all storages that are known now.
+
+        Args:
+            again: Whether to look for torchmetrics objects again. Nothing of the module runs between two steps, so those that were found
+                after one step are those before the next.
+        """
         module = self._module
         assert module is not None
-        self._recorder.mark(_states_of_metrics(module), "buffers")
+        self._metrics = metrics_of(module) if again else self._metrics
+        self._recorder.mark(_states_of(self._metrics), "buffers")
         self._recorder.mark(module.buffers(), "buffers")
         self._recorder.mark(module.parameters(), "weights")
         self._strategy.mark_state()
@@ -176,12 +185,12 @@ class _Loader:
         return self._recording.next_batch(validation=self._validation)
 
 
-def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
+def _states_of(metrics: Iterable[Metric]) -> Iterator[Tensor]:
     """Yield the states of torchmetrics objects and their defaults.
 
     They move with the module although they are no buffers.
     """
-    for metric in metrics_of(module):
+    for metric in metrics:
         for name, default in metric._defaults.items():
             state = getattr(metric, name)
             yield from [state] if isinstance(state, Tensor) else state

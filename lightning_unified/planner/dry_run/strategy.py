@@ -171,7 +171,9 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
     def mark_gradients(self) -> None:
         """Mark the storages that are gradients now."""
         assert self.lightning_module is not None
-        gradients = [one.grad for one in self.lightning_module.parameters() if one.grad is not None]
+        with torch._C.DisableTorchFunction():  # reading gradients is no call of the step
+            found = (one.grad for one in self.lightning_module.parameters())
+            gradients = [one for one in found if one is not None]
         self._recorder.mark(gradients, "gradients")
 
     def mark_state(self) -> None:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_unified.planner.fake.known_values import tensors_among
 from lightning_unified.planner.fake.own_kernels import OWN_KERNELS, run_on_zeros
 
 __all__ = ["CachedFakeMode"]
@@ -168,19 +169,19 @@ class CachedFakeMode(FakeTensorMode):
             return None
         if not func._schema.is_mutable:
             return self._new(args, kwargs, result)
-        after: list[Any] = [func]
-        self._describe(args, after)
-        if kwargs or after != key:
-            return None  # the operation changed the shape of a tensor that it wrote, or wrote a keyword argument
+        if self._key(func, args, kwargs) != key:
+            return None  # the operation changed the shape of a tensor that it wrote
         if result is None:
             return lambda _: None
+        if kwargs:
+            return None  # it may have written a keyword argument and returned it
         at = next((at for at, value in enumerate(args) if value is result), None)
         return None if at is None else (lambda given: given[at])
 
     def _new(self, args: Any, kwargs: Mapping[str, Any], result: Any) -> Recipe | None:
         several = isinstance(result, (tuple, list))
         results = list(result) if several else [result]
-        storages = {one.untyped_storage()._cdata for one in _fakes_in((*args, *kwargs.values()))}
+        storages = {one.untyped_storage()._cdata for one in tensors_among((*args, *kwargs.values()))}
         makers: list[Callable[[], Tensor | None]] = []
         for one in results:
             maker = (lambda: None) if one is None else self._maker(one, storages)
@@ -233,11 +234,3 @@ def _fake(meta: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> 
 
 
 _META = torch.device("meta")
-
-
-def _fakes_in(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _fakes_in(value)

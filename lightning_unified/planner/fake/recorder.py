@@ -9,9 +9,9 @@ The recorder sees every operation with its arguments and results, real or fake. 
 Memory that a backend's kernel takes without a tensor (`hidden_bytes`) is added as storages too.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
-from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT
 from lightning_unified.cost_model.trace.trace import Category, Event, Phase, Work
+from lightning_unified.hardware.allocators.engine_sums import first_term
 from lightning_unified.planner.fake.flops import own_flops
 from lightning_unified.planner.fake.known_values import tensors_among
 from lightning_unified.planner.fake.storages import Lives, Storage, Storages
@@ -31,13 +31,7 @@ from lightning_unified.planner.fake.storages import Lives, Storage, Storages
 __all__ = ["Recorder"]
 
 aten = torch.ops.aten
-_SUMS = (aten.add.Tensor, aten.index_put.default)  # the backward engine runs these in place on real tensors
-_DROPOUT = aten.native_dropout.default  # it allocates its mask before its result
 _DEVICE = torch.ops.prim.device.default
-_ENGINE = (
-    "_engine_run_backward"  # torch/autograd/graph.py: the only frame below operations of built-in backward formulas
-)
-_WRAPPERS = ("_python_dispatch.py", "eval_frame.py", "recorder.py")
 
 
 class _Facts:
@@ -61,12 +55,7 @@ class Recorder(TorchDispatchMode):
     a forward pass makes and its backward pass still finds is an activation, or logits if one of its dimensions is a vocabulary. All
     others are temporaries.
 
-    Two operations differ under a dispatch mode, and are noted as they run without one:
-
-    1. Autograd adds gradients in place unless the first is a view, as the gradient of a tied embedding table is. It never does so under a
-       dispatch mode (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
-    2. Autograd writes gradients of indexed entries in place (`index_backward` in torch/csrc/autograd/FunctionsManual.cpp), but not under
-       a dispatch mode.
+    Sums of gradients differ under a dispatch mode, and are noted as they run without one (`hardware/allocators/engine_sums.py`).
 
     Args:
         widths: Sizes of dimensions that mark a tensor as logits.
@@ -189,9 +178,10 @@ class Recorder(TorchDispatchMode):
         if storages.events is not None and not facts.is_marker:
             storages.events.append(self._work(facts, args, kwargs, outputs, result))
         hidden = hidden_bytes(func, args, kwargs, result, backend=self._backend)
-        first = self._follow(hidden, outputs[::-1] if func is _DROPOUT else outputs)
-        if func in _SUMS and self.phase == "backward" and first is not None:
-            self._note_sum(first, args[0])
+        first = self._follow(hidden, outputs)
+        term = first_term(func, args) if self.phase == "backward" else None
+        if term is not None and first is not None:
+            storages.note_sum(first, term)
         return result
 
     def _follow(self, hidden: Hidden, outputs: tuple[Tensor, ...]) -> Storage | None:
@@ -199,20 +189,12 @@ class Recorder(TorchDispatchMode):
 
         Return the first result's storage.
         """
-        storages, waiting = self.storages, list(reversed(outputs))
-        entered = [storages.enter(waiting.pop(), self.phase) for _ in range(len(waiting) - hidden.order.count(RESULT))]
-        inside: list[Storage] = []
-        for step in hidden.order:
-            if step == BACK:
-                storages.give(inside.pop())
-            elif step != RESULT:
-                inside.append(storages.take(step))
-            elif waiting:
-                entered.append(storages.enter(waiting.pop(), self.phase))
+        storages = self.storages
+        entered = hidden.replay(
+            outputs, enter=partial(storages.enter, phase=self.phase), take=storages.take, give=storages.give
+        )
         if hidden.saved and outputs:
             storages.tie(hidden.saved, outputs, self.phase)
-        for block in inside:
-            storages.give(block)
         return entered[0] if entered else None
 
     def _work(self, facts: _Facts, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], result: Any) -> Work:
@@ -228,15 +210,6 @@ class Recorder(TorchDispatchMode):
         flops = 0 if facts.flops is None else int(facts.flops(*args, **kwargs, out_val=result))
         return Work(facts.name, self.phase, self._place(), flops, moved, dtype)
 
-    def _note_sum(self, result: Storage, term: Any) -> None:
-        """Note a sum of gradients if the backward engine itself forms it.
-
-        A view's base holds its memory too, and the engine adds in place only into memory with one owner. So views are left out.
-        """
-        is_sum = isinstance(term, Tensor) and not term._is_view()
-        if is_sum and not torch.is_grad_enabled() and _called_by_engine():
-            self.storages.note_sum(result, term)
-
 
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors with a plain storage.
@@ -244,11 +217,3 @@ def _strided(values: Iterable[Any]) -> Iterator[Tensor]:
     A sparse tensor consists of two others, which were seen when they were made.
     """
     return (tensor for tensor in tensors_among(values) if tensor.layout == torch.strided)
-
-
-def _called_by_engine() -> bool:
-    """Return whether the backward engine called this operation, with only torch's frames between."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
-        frame = frame.f_back
-    return frame is None or frame.f_code.co_name == _ENGINE

@@ -1,16 +1,20 @@
 """Read the inputs of the decision from a run: memory options, speeds, and the planner."""
 
 import math
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import lightning as L
 
+from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration
+from lightning_unified.cost_model.search import Choice
 from lightning_unified.options import CompileCost
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.first_batch.decide import StepInputs, needs_search
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import outline
 from lightning_unified.planner.planner import Planner
@@ -19,7 +23,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["RunSpeeds", "compile_cost", "open_combinations", "planner_of"]
+__all__ = ["RunSpeeds", "compile_cost", "gather_inputs", "open_combinations", "planner_of"]
 
 
 def planner_of(
@@ -56,6 +60,59 @@ def planner_of(
         allocator=watch.allocator,
     )
     return Planner(StepTraces(step, limits=limits, counted=counted), rates=rates, calibration=calibration)
+
+
+def gather_inputs(
+    planner: Planner,
+    combinations: tuple[Combination, ...],
+    own: Prediction,
+    budget: StepBudget,
+    *,
+    policy: MemoryPolicy,
+    speeds: "RunSpeeds",
+    rows: int | None,
+    module: str,
+) -> StepInputs:
+    """Return the inputs of the decision, with the result of a search where one is needed.
+
+    Args:
+        planner: The planner of the batch.
+        combinations: The combinations of memory options to compare, the user's own first.
+        own: The prediction for the step as the user set it.
+        budget: The bytes of the step.
+        policy: The policy that the plan will be applied to.
+        speeds: The speeds of the machine.
+        rows: Rows of the batch; None if unknown.
+        module: The name of the module's class.
+    """
+    limit = budget.left
+    inputs = StepInputs(
+        combinations=combinations,
+        own=own,
+        own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=limit),
+        budget_bytes=limit,
+        beside_bytes=budget.beside,
+        rows=rows,
+        micro_batch_size=policy.sizes.max_micro_batch_size,
+        module=module,
+        may_try=not budget.kept_bytes,
+        obstacle="" if rows is None else policy.splits.obstacle(rows),
+    )
+    return replace(inputs, choice=_searched(planner, inputs, speeds)) if needs_search(inputs) else inputs
+
+
+def _searched(planner: Planner, inputs: StepInputs, speeds: "RunSpeeds") -> Choice:
+    """Search; once more with the gain of aligned sizes where it could matter.
+
+    The second search reuses the dry runs.
+    """
+    choose = partial(
+        planner.choose, inputs.combinations, budget_bytes=inputs.budget_bytes, rates=speeds.rates, only_best=True
+    )
+    choice = choose()
+    if speeds.lacks_alignment and planner.could_be_aligned(choice) and speeds.alignment_pays():
+        return choose()
+    return choice
 
 
 def compile_cost(trainer: L.Trainer, policy: MemoryPolicy, *, step_seconds: float | None) -> CompileCost:

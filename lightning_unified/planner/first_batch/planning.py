@@ -3,14 +3,13 @@
 import logging
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import lightning as L
 
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.calibration import Calibration
-from lightning_unified.cost_model.search import Candidate, Choice
+from lightning_unified.cost_model.search import Candidate
 from lightning_unified.errors import BudgetError, UndoError
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import (
@@ -18,10 +17,9 @@ from lightning_unified.planner.first_batch.decide import (
     StepPlan,
     decide,
     more_rows,
-    needs_search,
     trusted,
 )
-from lightning_unified.planner.first_batch.gather import RunSpeeds, open_combinations, planner_of
+from lightning_unified.planner.first_batch.gather import RunSpeeds, gather_inputs, open_combinations, planner_of
 from lightning_unified.planner.first_batch.lengths import PlannedLengths
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
@@ -239,42 +237,18 @@ class StepPlanning:
     def _decided(
         self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
     ) -> Decision:
-        inputs = self._gathered(planner, combinations, own, shape)
-        return Decision(planner=planner, inputs=inputs, plan=decide(inputs))
-
-    def _gathered(
-        self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
-    ) -> StepInputs:
-        """Return the inputs of the decision, with the result of a search where one is needed."""
-        budget = self._budget.left
-        inputs = StepInputs(
-            combinations=tuple(combinations),
-            own=own,
-            own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
-            budget_bytes=budget,
-            beside_bytes=self._budget.beside,
+        assert self.speeds is not None
+        inputs = gather_inputs(
+            planner,
+            tuple(combinations),
+            own,
+            self._budget,
+            policy=self._policy,
+            speeds=self.speeds,
             rows=None if shape is None else shape.rows,
-            micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,
-            may_try=not self._budget.kept_bytes,
-            obstacle="" if shape is None else self._policy.splits.obstacle(shape.rows),
         )
-        return replace(inputs, choice=self._searched(planner, inputs)) if needs_search(inputs) else inputs
-
-    def _searched(self, planner: Planner, inputs: StepInputs) -> Choice:
-        """Search; once more with the gain of aligned sizes where it could matter.
-
-        The second search reuses the dry runs.
-        """
-        speeds = self.speeds
-        assert speeds is not None
-        choose = partial(
-            planner.choose, inputs.combinations, budget_bytes=inputs.budget_bytes, rates=speeds.rates, only_best=True
-        )
-        choice = choose()
-        if speeds.lacks_alignment and planner.could_be_aligned(choice) and speeds.alignment_pays():
-            return choose()
-        return choice
+        return Decision(planner=planner, inputs=inputs, plan=decide(inputs))
 
     def _set_size(self, shape: BatchShape, micro_batch_size: int, *, refused: int) -> None:
         """Set the micro-batch size of such batches; `refused` rows are predicted not to fit."""

@@ -114,7 +114,12 @@ def _relative(place: str, block: int, names: Sequence[str]) -> tuple[int | None,
 
 
 def expanded(
-    raw: Sequence[Raw], *, names: Sequence[str], twins: Mapping[int, tuple[int, int]], reserve: Callable[[int], Storage]
+    raw: Sequence[Raw],
+    *,
+    names: Sequence[str],
+    twins: Mapping[int, tuple[int, int]],
+    reserve: Callable[[int], Storage],
+    works: dict[Any, Work] | None = None,
 ) -> list[Work | Storage | Give]:
     """Return the recording with the events of all skipped blocks, and without marks.
 
@@ -123,13 +128,14 @@ def expanded(
         names: The names of all blocks.
         twins: For each skipped block, the block whose events are copied, and another one that must have equal events.
         reserve: Makes a storage of a number of bytes.
+        works: Operations of earlier recordings, which this one uses again and adds to; None for a recording of its own.
 
     Raises:
         UnlikeError: If the two traced blocks differ, or the copies do not fit into the recording.
     """
     segments = segments_of(raw)
     births = Births(segments)
-    copies = _Copies(segments, births, names=names, twins=twins, reserve=reserve)
+    copies = _Copies(segments, births, names=names, twins=twins, reserve=reserve, works={} if works is None else works)
     copies.make()
     found: list[Work | Storage | Give] = []
     inside: Span | None = None
@@ -159,7 +165,9 @@ class _Copies:
         names: Sequence[str],
         twins: Mapping[int, tuple[int, int]],
         reserve: Callable[[int], Storage],
+        works: dict[Any, Work],
     ) -> None:
+        self._works = works
         self._segments, self._births, self._names = segments, births, names
         self._twins, self._reserve = twins, reserve
         self._normal: dict[Span, list[Any]] = {}
@@ -245,7 +253,11 @@ class _Copies:
             if isinstance(event, Work):
                 beside, rest = normalised[1]
                 place = rest if beside is None else self._names[block + beside] + rest
-                found.append(Work(event.op, event.phase, place, event.flops, event.moved, event.dtype))
+                key = event.op, event.phase, place, event.flops, event.moved, event.dtype
+                work = self._works.get(key)
+                if work is None:
+                    work = self._works[key] = Work(*key)
+                found.append(work)
             elif isinstance(event, Storage):
                 found.append(self._storages[span, self._births.of[event.number][1]])
             else:

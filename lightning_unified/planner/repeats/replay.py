@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
-from lightning_unified.cost_model.trace.trace import Give
+from lightning_unified.cost_model.trace.trace import Give, Work
 from lightning_unified.nn.recomputing import is_recomputed
 from lightning_unified.planner.fake.known_values import value_of
 from lightning_unified.planner.fake.recorder import Recorder
-from lightning_unified.planner.fake.storages import Storage
+from lightning_unified.planner.fake.storages import Storage, Storages
 from lightning_unified.planner.repeats.expansion import Raw, UnlikeError, expanded, segments_of
 from lightning_unified.planner.repeats.marks import Mark
 from lightning_unified.planner.repeats.twins import Run, Twins, blocks_of, state_of
@@ -73,20 +73,27 @@ class Replay:
         self._calls: Counter[int] = Counter()
         self._traced: dict[tuple[int, int], _Traced] = {}
         self._changed: set[int] = set()
-        self._has_begun = (
-            False  # the first step on a copy runs all blocks: it decides the order in which weights begin to live
-        )
+        self._has_begun = False  # the first step on a copy decides the order in which weights begin to live
         self._last: weakref.ref[Tensor] | None = None
+        self._works: dict[Any, Work] = {}
         self._skipped: dict[int, tuple[int, int]] = {}
         if not self._names:
             twins.give_up()
         if twins.runs is None:
             self._storages.events = []  # the first step is recorded to learn from it
 
+    def use(self, twins: Twins) -> None:
+        """Skip by other runs from the next step on; if these are unknown, learn them from that step."""
+        if twins is not self._twins:
+            self._twins, self._changed = twins, set()
+            if not self._names:
+                twins.give_up()
+
     def begin(self) -> None:
         """Begin a step to trace; learn from the one before, if it was the first."""
-        if self._twins.runs is None:
-            self._twins.learn(self._storages.events or [], self._blocks, changed=self._changed)
+        if self._twins.runs is None and not self._has_begun:
+            weights = [_numbers_of(self._storages, block) for block in self._blocks.values()]
+            self._twins.learn(self._storages.events or [], self._blocks, changed=self._changed, weights=weights)
         self._has_begun = True
         self._calls.clear()
         self._traced.clear()
@@ -102,6 +109,8 @@ class Replay:
         Raises:
             UnlikeError: If twins differ.
         """
+        if self._twins.runs is None:
+            self._twins.learn(raw, self._blocks, changed=self._changed)
         if not self._skipped:
             return [event for event in raw if not isinstance(event, Mark)]
         segments = segments_of(raw)
@@ -113,7 +122,8 @@ class Replay:
                 continue
             if tuple(segment.works(self._names[block])) != run.works:
                 raise UnlikeError("a block runs other operations than when it was learnt")
-        return expanded(raw, names=self._names, twins=self._skipped, reserve=self._storages.reserve)
+        reserve = self._storages.reserve
+        return expanded(raw, names=self._names, twins=self._skipped, reserve=reserve, works=self._works)
 
     def called(self, module: nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Return the result of a module's call; a block with a twin does not run."""
@@ -125,7 +135,10 @@ class Replay:
         part, made = self._calls[block], self._call(args, kwargs)
         self._calls[block] += 1
         run = self._twins.run_of(block)
-        if self._has_begun and run is not None and made is not None and self._is_like_its_twin(run, module, part, made):
+        may_skip = run is not None and (self._has_begun or run.touched is not None)
+        if run is not None and may_skip and made is not None and self._is_like_its_twin(run, module, part, made):
+            if not self._has_begun:
+                _touch(self._recorder, module, run.touched or ())
             return self._skip(run, block, part, made.given)
         return self._run(module, block, part, made, call)
 
@@ -227,6 +240,19 @@ class Replay:
 
     def _storage_of(self, tensor: Tensor | None) -> Storage | None:
         return None if tensor is None else self._storages.live.get(tensor.untyped_storage()._cdata)
+
+
+def _touch(recorder: Recorder, block: nn.Module, names: Sequence[str]) -> None:
+    """Let the storages of a block's weights begin to live in the order in which its forward pass uses them."""
+    weights = dict((*block.named_parameters(), *block.named_buffers()))
+    for name in names:
+        recorder.storages.enter(weights[name], recorder.phase)
+
+
+def _numbers_of(storages: Storages, block: nn.Module) -> dict[int, str]:
+    """Return the names of a block's weights and buffers by the numbers of their storages."""
+    named = ((one.untyped_storage()._cdata, name) for name, one in (*block.named_parameters(), *block.named_buffers()))
+    return {storages.live[key].number: name for key, name in named if key in storages.live}
 
 
 class _Turn:

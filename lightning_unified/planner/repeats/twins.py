@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import is_compiled
+from lightning_unified.planner.fake.storages import Storage
 from lightning_unified.planner.fake.value_shapes import READS
 from lightning_unified.planner.repeats.expansion import Births, Raw, Segment, UnlikeError, normal, segments_of
 from lightning_unified.planner.repeats.marks import Span
@@ -36,6 +37,8 @@ class Run:
         gradients: The names of the parameters whose gradients the backward pass allocates, in that order.
         passes: Whether the gradient of the output becomes that of the input, so that the backward pass allocates none.
         works: The operations of a block's forward pass, with their places in the block.
+        touched: The names of the weights and buffers whose storages a forward pass is the first to use, in that order; None if that is not
+            known, or differs between the blocks. Then the first step on a fake copy runs all blocks.
     """
 
     first: int
@@ -43,6 +46,7 @@ class Run:
     gradients: tuple[str, ...]
     passes: bool
     works: tuple[tuple[str, str], ...]
+    touched: tuple[str, ...] | None = None
 
     @property
     def twins(self) -> tuple[int, int]:
@@ -64,22 +68,39 @@ class Twins:
 
     def __init__(self) -> None:
         self.runs: list[Run] | None = None
+        self._is_borrowed = False
+
+    def borrowed(self) -> "Twins":
+        """Return the same runs for a step on another batch, which finds its own where its blocks run otherwise."""
+        twins = Twins()
+        twins.runs = None if self.runs is None else list(self.runs)
+        twins._is_borrowed = bool(self.runs)
+        return twins
 
     def give_up(self) -> None:
-        """Trace all blocks from now on."""
-        self.runs = []
+        """Trace all blocks from now on; runs that were borrowed are learnt anew first."""
+        self.runs, self._is_borrowed = None if self._is_borrowed else [], False
 
     def run_of(self, block: int) -> Run | None:
         """Return the run in which a block is skipped."""
         return next((run for run in self.runs or () if block in run.skipped), None)
 
-    def learn(self, raw: Sequence[Raw], blocks: Mapping[str, nn.Module], *, changed: set[int]) -> None:
+    def learn(
+        self,
+        raw: Sequence[Raw],
+        blocks: Mapping[str, nn.Module],
+        *,
+        changed: set[int],
+        weights: Sequence[Mapping[int, str]] | None = None,
+    ) -> None:
         """Find the runs in the recording of a step in which all blocks ran.
 
         Args:
             raw: The recording.
             blocks: The blocks by their names.
             changed: The blocks whose call changed state.
+            weights: For each block, the names of its weights and buffers by the numbers of their storages, if the step is the first to use
+                them.
         """
         names, self.runs = list(blocks), []
         try:
@@ -90,6 +111,8 @@ class Twins:
         for first, end in _alike(list(blocks.values())):
             if changed.isdisjoint(range(first, end)):
                 run = _run(first, end, segments, births, names)
+                if run is not None and weights is not None:
+                    run = replace(run, touched=_touched(run, segments, weights))
                 self.runs += [] if run is None else [run]
 
 
@@ -106,7 +129,8 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def state_of(block: nn.Module) -> list[Any]:
     """Return the state that a block's call may change: attributes, buffers and Python's random state."""
-    found: list[Any] = [hash(random.getstate()), hash(str(np.random.get_state()))]  # noqa: NPY002
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    found: list[Any] = [hash(random.getstate()), kind, keys.tobytes(), *rest]  # pyright: ignore[reportAttributeAccessIssue]
     for child in block.modules():
         for name, value in vars(child).items():
             size = len(value) if isinstance(value, (list, dict, set)) else None
@@ -136,6 +160,24 @@ def _run(first: int, end: int, segments: Mapping[Span, Segment], births: Births,
     if len(orders) > 1 or any(op in _READS for segment in (known[0], known[count]) for op, _ in segment.works("")):
         return None
     return Run(first=first, end=end, gradients=tuple(mark.gradients), passes=mark.result is None, works=tuple(works))
+
+
+def _touched(
+    run: Run, segments: Mapping[Span, Segment], weights: Sequence[Mapping[int, str]]
+) -> tuple[str, ...] | None:
+    """Return the names of the weights that each block's forward pass is the first to use.
+
+    The result is None if the blocks differ.
+    """
+    orders = {
+        tuple(
+            weights[block][event.number]
+            for event in segments["forward", 0, block].events
+            if isinstance(event, Storage) and event.number in weights[block]
+        )
+        for block in range(run.first + 1, run.end - 1)
+    }
+    return orders.pop() if len(orders) == 1 else None
 
 
 def _alike(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:

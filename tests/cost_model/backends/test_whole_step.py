@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.backends import hidden_bytes, mimic
-from tests.support.hidden_peak import temporary_bytes
+from tests.support.memory.hidden_peak import temporary_bytes
 
 _MARK = 1_000_003
 

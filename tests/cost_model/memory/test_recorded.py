@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.harness import cells, ours
-from tests.support.allocation_replay import replay
 from tests.support.lanes import some
+from tests.support.memory.allocation_replay import replay
 
 FOLDER = Path(__file__).parent / "recorded"
 FILES = sorted(FOLDER.glob("*.json.gz"))
@@ -38,24 +38,17 @@ def read(file):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.removesuffix(".json.gz"))
 def test_a_recorded_run_has_the_two_peaks_that_the_gpu_had(file):
     found = read(file)
-    allocated, reserved = replay(
-        entries(found["events"]), expandable_segments=found["expandable_segments"], weights=found.get("weights")
-    )
+    allocated, reserved = replay(entries(found["events"]), weights=found.get("weights"))
     assert allocated == pytest.approx(found["max_memory_allocated"], rel=0.001)
     assert reserved == pytest.approx(found["max_memory_reserved"], rel=0.001)
 
 
 @pytest.mark.parametrize("name", some(["cnn_fit", "graph_fit"], "graph_fit"))
 def test_what_is_predicted_of_a_fit_before_any_step_is_what_the_gpu_recorded(name):
-    found = read(FOLDER / f"{name}_fixed.json.gz")
+    found = read(FOLDER / f"{name}.json.gz")
     said = ours.predicted(next(cell for cell in cells.select("cuda") if cell.key == found["cell"]))
     assert said["allocated"] == pytest.approx(found["max_memory_allocated"], rel=0.002)
     assert said["reserved"] == pytest.approx(found["max_memory_reserved"], rel=0.02)
-
-
-@pytest.mark.skipif(not FILES, reason=MISSING)
-def test_runs_with_both_kinds_of_segments_are_recorded():
-    assert {read(file)["expandable_segments"] for file in FILES} == {False, True}
 
 
 def test_a_file_of_numbers_is_read_as_the_allocator_was_asked():

@@ -10,15 +10,14 @@ from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, reserved_bytes
 from lightning_unified.cost_model.prediction import summarise
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
-from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.metal import MetalHeaps, PlacementHeaps
 from lightning_unified.hardware.allocators.pools import CudaSegments
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
-from tests.support.allocation_replay import replay
+from tests.support.memory.allocation_replay import replay
 
 KIB, MIB = 2**10, 2**20
-POOLS = (CudaSegments, ExpandableSegments, MetalHeaps, PlacementHeaps, HostHeap)
+POOLS = (CudaSegments, MetalHeaps, PlacementHeaps, HostHeap)
 
 
 def take(pools, size):
@@ -61,17 +60,12 @@ def test_what_is_reserved_is_no_less_than_what_lives(made, backend, rows):
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 500), pools=st.sampled_from([CudaSegments, ExpandableSegments]))
-def test_what_is_allocated_is_no_less_than_the_peak_in_whole_blocks(made, rows, pools):
+@given(rows=st.integers(1, 500))
+def test_what_is_allocated_is_no_less_than_the_peak_in_whole_blocks(made, rows):
     trace = made(rows=rows)
-    found = RunReplay(trace, pools()).peak()
+    found = RunReplay(trace, CudaSegments()).peak()
     assert found.reserved >= found.allocated >= peak(trace).bytes
     assert sum(found.categories.values()) == found.allocated
-
-
-def test_segments_that_grow_are_split_to_what_is_asked_for(made):
-    trace = made(rows=200)
-    assert RunReplay(trace, ExpandableSegments()).peak().allocated == peak(trace).bytes
 
 
 def test_an_unknown_backend_is_refused(made):
@@ -90,9 +84,12 @@ def test_the_gradients_of_a_step_become_those_of_the_step_before():
     assert allocator_peak(Trace(events=tuple(events), rows=2, backend="mps")).allocated == 8 * MIB
 
 
-@pytest.mark.parametrize(("version", "reserved"), [((2, 13), 64 * MIB), ((2, 14), 32 * MIB)])
+@pytest.mark.parametrize(("version", "reserved"), [((2, 13), 72 * MIB), ((2, 14), 40 * MIB)])
 def test_torchs_version_decides_what_a_mac_reserves(version, reserved):
-    """Two freed blocks of 6 MiB lie side by side; only the newer allocator makes one of 9 MiB of them."""
+    """Two freed blocks of 6 MiB lie side by side; only the newer allocator makes one of 9 MiB of them.
+
+    A heap of 8 MiB holds the scalar that Lightning compares before the first batch.
+    """
     events = [Take(number, 6 * MIB, "activations") for number in range(5)]
     events += [Give(1), Give(2), Take(5, 9 * MIB, "activations")]
     trace = Trace(events=(Work("a", "forward"), *events), rows=2, backend="mps")
@@ -140,62 +137,12 @@ def test_a_block_of_the_large_pool_keeps_a_rest_below_one_mebibyte():
     assert (found.allocated, found.reserved) == (20 * MIB, 20 * MIB)
 
 
-def test_blocks_from_the_split_limit_on_are_kept_whole():
-    pools = CudaSegments(max_split=30 * MIB)
-    pools.give_back(take(pools, 40 * MIB))
-    take(pools, 12 * MIB)  # may not have the large one
-    assert pools.reserved == 52 * MIB
-    take(pools, 31 * MIB)  # may, for it is less than 20 MiB larger
-    assert pools.reserved == 52 * MIB
-
-
-def test_sizes_are_rounded_to_parts_of_powers_of_two():
-    pools = CudaSegments(divisions=4)
-    assert [pools.rounded(size) for size in (100, 2000, 5 * KIB, 5 * KIB + 1, 8 * KIB)] == [
-        512,
-        2048,
-        5 * KIB,
-        6 * KIB,
-        8 * KIB,
-    ]
-
-
 def test_of_two_freed_blocks_of_one_size_the_lower_is_taken():
     pools = CudaSegments()
     blocks = [take(pools, 512) for _ in range(4)]
     pools.give_back(blocks[2])
     pools.give_back(blocks[0])
     assert take(pools, 512) is blocks[0]
-
-
-def test_a_segment_that_grows_grows_by_what_its_free_end_lacks():
-    pools = ExpandableSegments()
-    first = take(pools, 15 * MIB)
-    assert pools.reserved == 20 * MIB
-    take(pools, 24 * MIB)
-    assert pools.reserved == 40 * MIB
-    pools.give_back(first)
-    take(pools, 10 * MIB)
-    assert pools.reserved == 40 * MIB
-
-
-def test_the_free_end_of_a_segment_that_grows_is_taken_last():
-    pools = ExpandableSegments()
-    hole = take(pools, 12 * MIB)
-    take(pools, 2 * MIB)  # keeps the hole from the end, of which 6 MiB are free
-    pools.give_back(hole)
-    assert take(pools, 4 * MIB).at == 0
-
-
-def test_a_growing_segment_gives_whole_pages_of_its_end_back():
-    pools = ExpandableSegments()
-    take(pools, 5 * MIB)
-    end = take(pools, 50 * MIB)
-    pools.give_back(end)
-    pools.release()
-    assert pools.reserved == 20 * MIB
-    take(pools, 50 * MIB)
-    assert pools.reserved == 60 * MIB
 
 
 def test_a_large_tensor_on_a_cpu_is_mapped_alone_and_gone_with_its_end():
@@ -275,10 +222,6 @@ def test_what_was_given_back_to_the_driver_is_asked_for_again():
         ("alloc", 1, 30 * MIB), ("free", 1, 30 * MIB), ("segment_free", 1, 30 * MIB), ("alloc", 2, 40 * MIB)
     )
     assert replay(events) == (40 * MIB, 40 * MIB)
-
-
-def test_a_record_with_mapped_segments_is_replayed_with_segments_that_grow():
-    assert replay(recorded(("segment_map", 1, 20 * MIB), ("alloc", 1, 11 * MIB))) == (11 * MIB, 20 * MIB)
 
 
 def test_a_summary_joins_peak_allocator_and_places(made):

@@ -14,7 +14,7 @@ from lightning_unified.cost_model.rates.calibration import (
     kind_of,
     machine_key,
 )
-from tests.support.made_traces import rates
+from tests.support.memory.made_traces import rates
 
 KIND = kind_of(backend="cuda", precision="bf16-mixed", recomputes=False)
 ALIGNMENT = Alignment(
@@ -27,15 +27,13 @@ def kept(tmp_path):
     return lambda machine="box": Calibration.load(machine, directory=tmp_path / "calibration")
 
 
-def learn(calibration, *ratios, kind=KIND, seconds=()):
-    for index, ratio in enumerate(ratios):
-        times = {"predicted_seconds": 1.0, "measured_seconds": seconds[index]} if seconds else {}
-        calibration.record(kind, predicted_bytes=10**6, measured_bytes=int(ratio * 10**6), **times)
+def learn(calibration, *ratios):
+    for ratio in ratios:
+        calibration.record(KIND, predicted_bytes=10**6, measured_bytes=int(ratio * 10**6))
 
 
 def test_nothing_is_corrected_before_anything_was_measured(kept):
     assert (kept().rates, kept().peak_factor(KIND)) == (None, 1.0)
-    assert kept().step_factor() == 1.0
 
 
 def test_what_was_learnt_is_there_in_the_next_run(kept):
@@ -96,13 +94,6 @@ def test_old_measurements_are_forgotten(kept):
     assert calibration.peak_factor(KIND) == pytest.approx(1.01)
 
 
-def test_times_are_corrected_by_one_factor_for_the_machine(kept):
-    learn(kept(), 1.0, 1.0, seconds=(2.0, 3.0))
-    learn(kept(), 1.0, kind="cuda 32-true recomputed", seconds=(2.5,))
-
-    assert kept().step_factor() == pytest.approx(2.5)
-
-
 def test_two_processes_do_not_forget_what_the_other_learnt(kept):
     one, other = kept(), kept()
     learn(one, 1.02)
@@ -112,7 +103,7 @@ def test_two_processes_do_not_forget_what_the_other_learnt(kept):
 
 
 def test_figures_that_cannot_be_are_refused(kept):
-    with pytest.raises(ValueError, match="figures must be positive"):
+    with pytest.raises(ValueError, match="bytes must be positive"):
         kept().record(KIND, predicted_bytes=0, measured_bytes=1)
 
 
@@ -122,9 +113,9 @@ def test_figures_that_cannot_be_are_refused(kept):
         "{",
         "[]",
         "{}",
-        '{"version": 1, "rates": 7, "alignment": null, "peaks": {}, "steps": {}}',
-        '{"version": 1, "rates": null, "alignment": null, "peaks": {"x": [-1]}, "steps": {}}',
-        '{"version": 1, "rates": null, "alignment": null, "peaks": {"x": [NaN]}, "steps": {}}',
+        '{"version": 1, "rates": 7, "alignment": null, "peaks": {}}',
+        '{"version": 1, "rates": null, "alignment": null, "peaks": {"x": [-1]}}',
+        '{"version": 1, "rates": null, "alignment": null, "peaks": {"x": [NaN]}}',
     ],
 )
 def test_a_broken_file_is_warned_about_once_and_written_anew(kept, tmp_path, caplog, text):

@@ -12,7 +12,7 @@ from lightning_unified.cost_model.trace.sampling import with_sampling
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.step.split import split_rows
-from tests.support.made_traces import MadeTraces, rates
+from tests.support.memory.made_traces import MadeTraces, rates
 
 KEPT = RecomputePolicy(blocks="all", keep_attention=True)
 

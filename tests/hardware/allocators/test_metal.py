@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.hardware.allocators.metal import MetalHeaps, MetalLimits, PlacementHeaps, metal_pools
-from tests.support.metal_since_2_14 import Both, MPSHeapAllocatorImpl
+from tests.support.memory.metal_since_2_14 import Both, MPSHeapAllocatorImpl
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 PLENTY = MetalLimits()

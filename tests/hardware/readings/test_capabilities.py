@@ -104,7 +104,7 @@ def test_this_machines_bf16_agrees_with_torchs_own_look_at_the_processor():
 
 @pytest.mark.parametrize(
     ("version", "scaler", "fused_with_scaler"),
-    [("2.7.1", "none", False), ("2.8.0", "mps", False), ("2.12.1", "mps", False), ("2.13.0", "mps", True)],
+    [("2.11.0", "mps", False), ("2.12.1", "mps", False), ("2.13.0", "mps", True)],
 )
 def test_the_scaler_on_mps_is_gated_by_torch(machine, version, scaler, fused_with_scaler):
     sources = machine("m2")
@@ -112,14 +112,6 @@ def test_the_scaler_on_mps_is_gated_by_torch(machine, version, scaler, fused_wit
     answers = ask(sources)
 
     assert (answers["scaler"], answers["fused_with_scaler"]) == (scaler, fused_with_scaler)
-
-
-def test_fp16_on_mps_is_refused_where_no_scaler_lives(machine):
-    sources = machine("m2")
-    sources.torch.__version__ = "2.7.1"
-
-    assert ask(sources)["fp16"] == "none"
-    assert ask(machine("m4_pro"))["fp16"] == "native"
 
 
 @pytest.mark.parametrize(("name", "scaler"), [("rtx4090", "cuda"), ("rx6750xt", "cuda"), ("cgroup_v1", "none")])

@@ -11,68 +11,49 @@ from lightning_unified.precision import Platform, choose_precision, platform_of
 NO_SCALER = ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true")
 
 
-def choose(requested, backend="cuda", native=True, torch_version=(2, 13)):
-    return choose_precision(
-        requested, platform=Platform(backend=backend, native_bf16=native, torch_version=torch_version)
-    )
+def choose(requested, backend="cuda", native=True):
+    return choose_precision(requested, platform=Platform(backend=backend, native_bf16=native))
 
 
 @pytest.mark.parametrize(
-    ("backend", "native", "version", "expected"),
+    ("backend", "native", "expected"),
     [
-        ("cpu", True, (2, 13), "32-true"),
-        ("cuda", True, (2, 13), "bf16-mixed"),
-        ("cuda", False, (2, 13), "32-true"),
-        ("rocm", True, (2, 13), "bf16-mixed"),
-        ("mps", True, (2, 13), "bf16-mixed"),
-        ("mps", False, (2, 13), "bf16-mixed"),
-        ("mps", False, (2, 5), "32-true"),
-        ("xpu", True, (2, 13), "bf16-mixed"),
+        ("cpu", True, "32-true"),
+        ("cuda", True, "bf16-mixed"),
+        ("cuda", False, "32-true"),
+        ("rocm", True, "bf16-mixed"),
+        ("mps", True, "bf16-mixed"),
+        ("mps", False, "bf16-mixed"),
+        ("xpu", True, "bf16-mixed"),
     ],
 )
-def test_auto_is_bf16_where_it_is_native_or_saves_memory(backend, native, version, expected):
-    choice = choose("auto", backend, native, version)
+def test_auto_is_bf16_where_it_is_native_or_saves_memory(backend, native, expected):
+    choice = choose("auto", backend, native)
 
     assert (choice.precision, choice.scaler) == (expected, False)
     assert choice.reason
 
 
 @pytest.mark.parametrize(
-    ("backend", "version", "scaler"),
-    [
-        ("cuda", (2, 11), "cuda"),
-        ("cuda", (2, 13), "cuda"),
-        ("rocm", (2, 11), "cuda"),
-        ("rocm", (2, 13), "cuda"),
-        ("xpu", (2, 11), "xpu"),
-        ("xpu", (2, 13), "xpu"),
-        ("mps", (2, 6), None),
-        ("mps", (2, 7), None),
-        ("mps", (2, 8), "mps"),
-        ("mps", (2, 12), "mps"),
-        ("mps", (2, 13), "mps"),
-        ("cpu", (2, 11), None),
-        ("cpu", (2, 13), None),
-    ],
+    ("backend", "scaler"), [("cuda", "cuda"), ("rocm", "cuda"), ("xpu", "xpu"), ("mps", "mps"), ("cpu", None)]
 )
-def test_fp16_comes_with_a_scaler_for_its_device_or_not_at_all(backend, version, scaler):
+def test_fp16_comes_with_a_scaler_for_its_device_or_not_at_all(backend, scaler):
     if scaler is None:
         with pytest.raises(PrecisionError, match="use bf16-mixed or 32-true"):
-            choose("16-mixed", backend, torch_version=version)
+            choose("16-mixed", backend)
         return
-    assert choose("16-mixed", backend, torch_version=version).scaler
-    assert Platform(backend=backend, native_bf16=True, torch_version=version).device_type == scaler
+    assert choose("16-mixed", backend).scaler
+    assert Platform(backend=backend, native_bf16=True).device_type == scaler
 
 
 @pytest.mark.parametrize("requested", NO_SCALER)
-@pytest.mark.parametrize("version", [(2, 7), (2, 12), (2, 13)])
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "rocm", "mps", "xpu"])
-def test_no_other_precision_has_a_scaler(backend, version, requested):
+def test_no_other_precision_has_a_scaler(backend, requested):
     if (backend, requested) == ("mps", "64-true"):
         with pytest.raises(PrecisionError, match="Metal has no float64; use 32-true"):
-            choose(requested, backend, torch_version=version)
+            choose(requested, backend)
         return
-    choice = choose(requested, backend, torch_version=version)
+    choice = choose(requested, backend)
 
     assert (choice.precision, choice.scaler, choice.reason) == (requested, False, "as asked")
 
@@ -91,10 +72,10 @@ def test_short_names_are_lightnings(short, name):
 
 
 @pytest.mark.parametrize(("chip", "native"), [("Apple M4", True), ("Apple M2", False)])
-def test_a_mac_is_asked_for_its_chip_and_its_torch(mac, chip, native):
+def test_a_mac_is_asked_for_its_chip(mac, chip, native):
     mac(chip, version="2.12.1")
 
-    assert platform_of(torch.device("mps")) == Platform(backend="mps", native_bf16=native, torch_version=(2, 12))
+    assert platform_of(torch.device("mps")) == Platform(backend="mps", native_bf16=native)
 
 
 def test_a_cuda_device_under_hip_is_rocm(monkeypatch):

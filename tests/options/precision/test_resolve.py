@@ -185,12 +185,6 @@ def test_float64_on_mps_is_accepted_by_lightning_and_refused_at_once_here(mac, t
         trainer(UnifiedStrategy(precision="64-true"), accelerator="mps")
 
 
-def test_fp16_on_mps_before_torch_2_8_is_refused_at_once(mac, trainer):
-    mac(version="2.7.1")
-    with pytest.raises(PrecisionError, match=r"needs torch 2\.8 .* this is torch 2\.7"):
-        trainer("unified", accelerator="mps", precision="16-mixed")
-
-
 def test_fabric_has_the_fault_of_the_accelerator_object_as_well(mac):
     mac()
     plugin = L.Fabric(accelerator=FabricsMPS(), precision="16-mixed")._precision

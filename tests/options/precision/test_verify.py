@@ -39,14 +39,14 @@ def verify(plugin, device="cpu", *optimizers, clips=False, version="2.13.0"):
         # any device: fp32 parameters, unfused, clipped or not
         ("cpu", "2.13.0", FULL, False, True, None),
         ("xpu", "2.11.0", FULL, False, True, None),
-        ("mps", "2.8.0", FULL, False, True, None),
+        ("mps", "2.11.0", FULL, False, True, None),
         ("mps", "2.12.1", FULL, False, True, None),
         ("mps", "2.13.0", FULL, False, True, None),
         # fused optimizers unscale inside their step
         ("cpu", "2.13.0", FULL, True, False, None),
         ("cpu", "2.13.0", FULL, True, True, "gradient_clip_val with the fused AdamW"),
         ("xpu", "2.13.0", FULL, True, True, "gradient_clip_val with the fused AdamW"),
-        ("mps", "2.8.0", FULL, True, False, "before torch 2.13 .issue 186360"),
+        ("mps", "2.11.0", FULL, True, False, "before torch 2.13 .issue 186360"),
         ("mps", "2.12.1", FULL, True, False, "before torch 2.13 .issue 186360"),
         ("mps", "2.13.0", FULL, True, False, None),
         ("mps", "2.13.0", FULL, True, True, "gradient_clip_val with the fused AdamW"),

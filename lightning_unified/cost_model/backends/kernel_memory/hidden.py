@@ -1,8 +1,8 @@
 """Table of formulas for the memory inside kernels, by backend and operation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ from lightning_unified.cost_model.backends.kernel_memory.mkldnn import lstm_temp
 __all__ = ["REPAIRS", "SAVED", "Hidden", "hidden_bytes"]
 
 
+_DROPOUT = torch.ops.aten.native_dropout.default  # it allocates its mask before its result
+
+Entered = TypeVar("Entered")
+Taken = TypeVar("Taken")
+
+
 @dataclass(frozen=True, slots=True)
 class Hidden:
     """Memory that one call takes beside its visible results.
@@ -36,13 +42,45 @@ class Hidden:
         order: Blocks taken and given back before the call ends, and the places of its results among them.
         saved: Bytes that live as long as the results, because the backward pass reads them or a result's memory exceeds its
             size.
+        shrinks: Whether a CPU's kernel keeps more memory for its result than the result has, and this backend's does not.
+        last_first: Whether the results are allocated in reverse order.
     """
 
     order: Order = ()
     saved: int = 0
+    shrinks: bool = False
+    last_first: bool = False
+
+    def replay(
+        self,
+        results: Sequence[Tensor],
+        *,
+        enter: Callable[[Tensor], Entered],
+        take: Callable[[int], Taken],
+        give: Callable[[Taken], None],
+    ) -> list[Entered]:
+        """Call `enter` for each result, and `take` and `give` for each block inside the call, in its order.
+
+        Return what `enter` returned, in the order of allocation.
+        """
+        waiting = list(results if self.last_first else reversed(results))
+        entered = [enter(waiting.pop()) for _ in range(len(waiting) - self.order.count(RESULT))]
+        inside: list[Taken] = []
+        try:
+            for step in self.order:
+                if step == BACK:
+                    give(inside.pop())
+                elif step != RESULT:
+                    inside.append(take(step))
+                elif waiting:
+                    entered.append(enter(waiting.pop()))
+        finally:  # also where `take` or `enter` is out of memory
+            for block in inside:
+                give(block)
+        return entered
 
 
-_NOTHING = Hidden()
+_NOTHING, _MASK_FIRST, _SHRINKS = Hidden(), Hidden(last_first=True), Hidden(shrinks=True)
 _LSTM = "aten.mkldnn_rnn_layer"
 _CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"
 
@@ -152,11 +190,14 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """
     if backend not in REPAIRS:
         raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(REPAIRS)}.")
+    if func is _DROPOUT:
+        return _MASK_FIRST
     name = str(func).rpartition(".")[0]
     temporary, saved = REPAIRS[backend].get(name), SAVED[backend].get(name)
     mixes = backend == "cpu" and torch.Tag.pointwise in getattr(func, "tags", ())
+    shrinks = name in _SHRUNK and saved is None
     if temporary is None and saved is None and not mixes:
-        return _NOTHING
+        return _SHRINKS if shrinks else _NOTHING
     call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
     if temporary is None and saved is None:
         return Hidden(_order(mixed_operands(name, call)))
@@ -165,7 +206,7 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         order += _order(averaged_losses(name, call))
     if order and name in _FIRST and RESULT not in order:
         order = (*order, *[RESULT] * len(call.results))
-    return Hidden(order, saved(call) if saved else 0)
+    return Hidden(order, saved(call) if saved else 0, shrinks)
 
 
 def _order(found: int | Order) -> Order:

@@ -1,5 +1,8 @@
 """Model MPS's allocator of torch 2.11 to 2.13: Metal places the blocks, a freed block is reused whole."""
 
+import bisect
+from typing import cast
+
 from lightning_unified.hardware.allocators.metal.limits import MetalLimits
 from lightning_unified.hardware.allocators.metal.sizes import aligned, heap_size, is_small
 from lightning_unified.hardware.allocators.pools import Block, Freed, Home
@@ -22,8 +25,8 @@ class MetalHeaps:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._placed = 0
-        self._heaps: list[Home] = []
+        self._placed = self._opened = 0
+        self._rooms: dict[bool, _Rooms] = {True: _Rooms(), False: _Rooms()}
         self._freed = {True: Freed(), False: Freed()}
 
     def rounded(self, size: int) -> int:
@@ -31,10 +34,10 @@ class MetalHeaps:
 
     def take(self, size: int, limits: MetalLimits) -> Block | None:
         """Return a block within the watermarks, reused or new; None if memory is out."""
-        pressed = not is_small(size) and limits.are_near(self.reserved)
         block = self.reuse(size) if limits.allow(size, reserved=self.reserved) else None
         if block is not None:
             return block
+        pressed = not is_small(size) and limits.are_near(self.reserved)
         if not pressed and limits.allow(size, reserved=self.reserved):
             return self.place(size, pressed=False)
         self.release()
@@ -59,10 +62,11 @@ class MetalHeaps:
     def place(self, size: int, *, pressed: bool) -> Block:
         heap = self._heap_with_room(size)
         if heap is None:
-            heap = Home(heap_size(size, pressed=pressed), small=is_small(size))
-            self._heaps.append(heap)
+            self._opened += 1
+            heap = _Heap(heap_size(size, pressed=pressed), small=is_small(size), number=self._opened)
+            self._rooms[heap.small].add(heap)
             self.reserved += heap.size
-        heap.room -= size
+        self._rooms[heap.small].change(heap, -size)
         heap.blocks += 1
         self._placed += 1
         return Block(size, heap, self._placed)
@@ -77,15 +81,50 @@ class MetalHeaps:
                 self._release(block)
 
     def _release(self, block: Block, *, keep_heap: bool = False) -> None:
-        heap = block.home
+        heap = cast("_Heap", block.home)
         self._freed[heap.small].discard(block)
-        heap.room += block.size
+        self._rooms[heap.small].change(heap, block.size)
         heap.blocks -= 1
         if heap.blocks == 0 and not keep_heap:
-            self._heaps.remove(heap)
+            self._rooms[heap.small].remove(heap)
             self.reserved -= heap.size
 
-    def _heap_with_room(self, size: int) -> Home | None:
-        small = is_small(size)
-        fitting = (heap for heap in self._heaps if heap.small is small and heap.room >= size)
-        return min(fitting, key=lambda heap: heap.room, default=None)
+    def _heap_with_room(self, size: int) -> "_Heap | None":
+        return self._rooms[is_small(size)].least(size)
+
+
+class _Heap(Home):
+    """A heap; `number` counts the heaps in the order in which they were opened."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, size: int, *, small: bool, number: int) -> None:
+        super().__init__(size, small=small)
+        self.number = number
+
+
+class _Rooms:
+    """Heaps ordered by their room, then by age: a replay looks for room more often than heaps are opened."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[int, int]] = []
+        self._heaps: dict[int, _Heap] = {}
+
+    def add(self, heap: _Heap) -> None:
+        self._heaps[heap.number] = heap
+        bisect.insort(self._order, (heap.room, heap.number))
+
+    def remove(self, heap: _Heap) -> None:
+        del self._heaps[heap.number]
+        del self._order[bisect.bisect_left(self._order, (heap.room, heap.number))]
+
+    def change(self, heap: _Heap, by: int) -> None:
+        """Add `by` bytes to the room of a heap."""
+        del self._order[bisect.bisect_left(self._order, (heap.room, heap.number))]
+        heap.room += by
+        bisect.insort(self._order, (heap.room, heap.number))
+
+    def least(self, size: int) -> _Heap | None:
+        """Return the heap with the least room for `size`, the oldest of several; None if none has room."""
+        at = bisect.bisect_left(self._order, (size,))
+        return self._heaps[self._order[at][1]] if at < len(self._order) else None

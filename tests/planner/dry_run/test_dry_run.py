@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Give, Take, Work
-from lightning_unified.errors import DryRunError
 from tests.support.lanes import slow
-from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 from tests.support.runs.live_bytes import Loader, live_peak, peak_of
+from tests.support.zoo.dry_run import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 
 ROWS = 8
+
+
 GENERATOR = 5056  # bytes of torch's random state, which a real step notes outside of anything that is dispatched
 
 
@@ -226,45 +227,6 @@ def test_validation_in_a_fit_finds_optimizer_state_there_and_no_gradients():
     assert not any(isinstance(event, Work) and event.phase == "backward" for event in trace.events)
 
 
-class Reader(Perceptron):
-    """Reads what its subclasses say."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.net(self.read(x, y)), y)
-
-
-def test_a_read_of_the_batchs_whole_numbers_is_answered_by_them():
-    class Module(Reader):
-        def read(self, x, y):
-            assert int(y.max()) == 7
-            return x[: (y == 7).nonzero().shape[0] + len(y) - 1]
-
-    batch = torch.randn(4, 64), torch.tensor([1, 7, 3, 2])
-    assert trace_step(Module(), batch, rows=4).confidence == "high"
-
-
-def test_a_read_that_decides_nothing_is_of_medium_confidence():
-    class Module(Reader):
-        def read(self, x, y):
-            correct = (x > 0).sum().item()
-            return x * 2 if x.mean() > correct else x
-
-    trace = trace_step(Module(), Module.batch(4), rows=4)
-    assert trace.confidence == "medium"
-    assert {read.answer for read in trace.reads} == {"1", "False"}
-
-
-def test_a_read_that_decides_a_shape_is_of_low_confidence():
-    class Module(Reader):
-        def read(self, x, y):
-            chosen = (x[:, 0] > 0).nonzero()
-            return x + chosen.float().mean()
-
-    trace = trace_step(Module(), Module.batch(4), rows=64)
-    assert trace.confidence == "low"
-
-
 def test_a_fit_can_trace_its_own_step_and_goes_on_as_it_would_have(tmp_path):
     class Asks(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -298,25 +260,6 @@ def test_a_fit_can_trace_its_own_step_and_goes_on_as_it_would_have(tmp_path):
     callback, weights = trained()
     assert all(map(torch.equal, weights, plain))
     assert any(isinstance(event, Work) and "clamp" in event.op for event in callback.trace.events)  # it clips
-
-
-def test_what_cannot_be_run_without_values_says_so():
-    class Module(Reader):
-        def read(self, x, y):
-            return torch.from_numpy(np.linalg.svd(x.numpy())[0]) @ x.data_ptr()
-
-    with pytest.raises(DryRunError, match="Module cannot be run without values"):
-        trace_step(Module(), Module.batch(4), rows=4)
-
-
-def test_lazy_layers_are_refused():
-    class Module(Reader):
-        def __init__(self):
-            super().__init__()
-            self.lazy = nn.LazyLinear(3)
-
-    with pytest.raises(DryRunError, match="lazy layer"):
-        trace_step(Module(), Module.batch(4), rows=4)
 
 
 def test_module_batch_and_generators_are_untouched():

@@ -11,7 +11,7 @@ from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.step_traces import CountedMemory, StepTraces
-from tests.support.modules.dry_run_zoo import Transformer
+from tests.support.zoo.dry_run import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
 from lightning_unified.cost_model.backends.kernel_memory.hidden import REPAIRS, SAVED
-from tests.support.hidden_peak import temporary_bytes
+from tests.support.memory.hidden_peak import temporary_bytes
 
 aten = torch.ops.aten
 HAS_CHUNKED_LOSS = hasattr(torch.nn.functional, "linear_cross_entropy")  # torch 2.13

@@ -15,7 +15,7 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run import DryRuns, StepSpec
 from lightning_unified.planner.fake import mode as fake
 from tests.support.lanes import slow, some
-from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
+from tests.support.zoo.dry_run import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 
 SIZES = ((8, 1), (2, 2), (4, 2))
 

@@ -1,0 +1,27 @@
+"""The phases of one fit, whose plans share their dry runs."""
+
+from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+
+__all__ = ["Phases"]
+
+
+class Phases:
+    """The phases of one fit, such as imitation and reinforcement: one module, batches of several structures.
+
+    The dry runs of later phases skip the repeated blocks that those of the first one found. The plans are the same as without.
+    """
+
+    def __init__(self) -> None:
+        self._first: StepTraces | None = None
+
+    def traces(self, step: StepSpec, *, limits: SizeLimits) -> StepTraces:
+        """Return the traces of the next phase.
+
+        Args:
+            step: The phase's step, of the same module and Trainer as the phases before.
+            limits: The micro-batch sizes that are allowed.
+        """
+        found = StepTraces(step, limits=limits, like=self._first)
+        self._first = self._first or found
+        return found

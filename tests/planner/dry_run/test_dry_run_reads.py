@@ -1,0 +1,68 @@
+"""A dry run answers reads of tensors' values, and refuses steps that it cannot run without them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_unified.errors import DryRunError
+from tests.support.zoo.dry_run import Perceptron, trace_step
+
+
+class Reader(Perceptron):
+    """Reads what its subclasses say."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(self.read(x, y)), y)
+
+
+def test_a_read_of_the_batchs_whole_numbers_is_answered_by_them():
+    class Module(Reader):
+        def read(self, x, y):
+            assert int(y.max()) == 7
+            return x[: (y == 7).nonzero().shape[0] + len(y) - 1]
+
+    batch = torch.randn(4, 64), torch.tensor([1, 7, 3, 2])
+    assert trace_step(Module(), batch, rows=4).confidence == "high"
+
+
+def test_a_read_that_decides_nothing_is_of_medium_confidence():
+    class Module(Reader):
+        def read(self, x, y):
+            correct = (x > 0).sum().item()
+            return x * 2 if x.mean() > correct else x
+
+    trace = trace_step(Module(), Module.batch(4), rows=4)
+    assert trace.confidence == "medium"
+    assert {read.answer for read in trace.reads} == {"1", "False"}
+
+
+def test_a_read_that_decides_a_shape_is_of_low_confidence():
+    class Module(Reader):
+        def read(self, x, y):
+            chosen = (x[:, 0] > 0).nonzero()
+            return x + chosen.float().mean()
+
+    trace = trace_step(Module(), Module.batch(4), rows=64)
+    assert trace.confidence == "low"
+
+
+def test_what_cannot_be_run_without_values_says_so():
+    class Module(Reader):
+        def read(self, x, y):
+            return torch.from_numpy(np.linalg.svd(x.numpy())[0]) @ x.data_ptr()
+
+    with pytest.raises(DryRunError, match="Module cannot be run without values"):
+        trace_step(Module(), Module.batch(4), rows=4)
+
+
+def test_lazy_layers_are_refused():
+    class Module(Reader):
+        def __init__(self):
+            super().__init__()
+            self.lazy = nn.LazyLinear(3)
+
+    with pytest.raises(DryRunError, match="lazy layer"):
+        trace_step(Module(), Module.batch(4), rows=4)

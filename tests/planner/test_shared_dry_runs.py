@@ -1,0 +1,124 @@
+"""Memory options share a fake copy, phases share known blocks, and limits share replays."""
+
+import pytest
+import torch
+
+from lightning_unified.cost_model.memory import limit as limits
+from lightning_unified.cost_model.memory import reserve
+from lightning_unified.cost_model.memory.limit import fits_within
+from lightning_unified.cost_model.memory.reserve import allocator_peak
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.dry_run.fake_fit import FakeFit
+from lightning_unified.planner.phases import Phases
+from lightning_unified.planner.repeats import Twins
+from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+from lightning_unified.step.undo.plans import Rooms
+from tests.planner.dry_run.test_dry_runs import numbered, summed_up
+from tests.planner.test_repeated_blocks import Stack, language
+from tests.support.lanes import slow
+from tests.support.zoo.dry_run import trace_step
+
+MPS = {"backend": "mps", "precision": "bf16-mixed"}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The number of fake copies, and of blocks whose forward pass ran."""
+    counts = {"copies": 0, "blocks": 0}
+    make, run = FakeFit.__init__, Stack.kind.forward
+
+    def made(self, *args, **kwargs):
+        counts["copies"] += 1
+        make(self, *args, **kwargs)
+
+    def forward(self, x):
+        counts["blocks"] += 1
+        return run(self, x)
+
+    monkeypatch.setattr(FakeFit, "__init__", made)
+    monkeypatch.setattr(Stack.kind, "forward", forward)
+    return counts
+
+
+OPTIONS = ({}, {"loss_chunk": 8}, {"attention": "chunked"}, {"loss_chunk": 8, "attention": "chunked"})
+
+
+@pytest.mark.parametrize("kind", [slow(language("Qwen2", adapters=True)), language("Qwen2")])
+def test_loss_chunks_and_attentions_are_traced_on_one_fake_copy(kind, counted):
+    module, batch = kind(), kind.batch(4)
+    traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))
+    found = [traces.of(Combination(precision="bf16-mixed", **options)).exactly(4, parts=1) for options in OPTIONS]
+
+    assert counted["copies"] == 1
+    assert [trace.options["precision"] for trace in found] == ["bf16-mixed"] * 4
+    alone = [trace_step(module, batch, rows=4, parts=1, **MPS, **options) for options in OPTIONS]
+    assert [summed_up(trace)[1:4] for trace in found] == [summed_up(trace)[1:4] for trace in alone]
+
+
+def test_the_first_step_of_a_later_fake_copy_skips_known_blocks(counted):
+    step, twins = StepSpec(module=Stack(), batch=Stack.batch(4), **MPS), Twins()
+    first = DryRun(step, twins=twins).run(4)
+    learnt, counted["blocks"] = counted["blocks"], 0
+    second = DryRun(step, twins=twins).run(4)
+
+    assert (learnt, counted["blocks"]) == (7 + 4, 4 + 4)
+    assert numbered(second) == numbered(first)
+
+
+def test_a_later_phase_learns_no_block_anew(counted):
+    phases = Phases()
+    steps = [StepSpec(module=Stack(), batch=Stack.batch(rows), **MPS) for rows in (4, 6)]
+    blocks = []
+    for step in steps:
+        counted["blocks"] = 0
+        traces = phases.traces(step, limits=SizeLimits())
+        found = traces.of(Combination(precision="bf16-mixed")).exactly(traces.rows, parts=1)
+        blocks.append(counted["blocks"])
+
+    assert blocks == [7 + 4, 4 + 4]
+    full = Twins()
+    full.give_up()
+    assert summed_up(found)[:4] == summed_up(StepTraces(steps[1]).of(Combination(precision="bf16-mixed")).at(6))[:4]
+
+
+def test_borrowed_blocks_that_differ_are_learnt_before_all_are_traced():
+    twins = Twins()
+    DryRun(StepSpec(module=Stack(), batch=Stack.batch(4)), twins=twins).run(4)
+    borrowed = twins.borrowed()
+
+    assert borrowed.runs == twins.runs != []
+    borrowed.give_up()
+    assert borrowed.runs is None
+    borrowed.give_up()
+    assert borrowed.runs == []
+
+
+def test_a_trace_is_replayed_once_for_each_limit(monkeypatch):
+    trace = trace_step(Stack(), Stack.batch(4), rows=4, parts=1, **MPS)
+    replays, replay = [], reserve.RunReplay
+
+    class Noted(replay):
+        def __init__(self, *args):
+            replays.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(reserve, "RunReplay", Noted)
+    monkeypatch.setattr(limits, "RunReplay", Noted)
+    plenty = 4 * allocator_peak(trace).reserved
+    for _ in range(3):
+        assert fits_within(trace, plenty)
+        assert not fits_within(trace, 1)
+        allocator_peak(trace)
+
+    assert len(replays) == 3  # without a limit, and within each of the two
+
+
+def test_copies_of_many_small_tensors_are_made_in_the_first_step_only():
+    rooms, tensors = Rooms(), [torch.zeros(4) for _ in range(100)]
+    rooms.begin()
+    kept = [rooms.take(tensor) for tensor in tensors]
+    rooms.keep(kept)
+    rooms.begin()
+
+    assert [id(rooms.take(tensor)) for tensor in tensors] == list(map(id, kept))
