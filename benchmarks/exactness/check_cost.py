@@ -2,18 +2,21 @@
 
 Steps have two, five and eight micro-batches.
 
-The seconds of all checks of a fit, and of looking at each batch for whether it is to be checked, over the seconds of the whole fit, with a
-wait for the device around each. Every fit is made in a process of its own, so that each pays for loading kernels. Rows are ragged, so
-that batches with new lengths are checked as they come. The bars: at most 3 % at five micro-batches and more, at most 8 % at two.
+The cost is the seconds of all checks of a fit, and of looking at each batch for whether it is to be checked, over the seconds of the
+whole fit, with a wait for the device around each. Every fit is made in a process of its own, after a fit of one step without checks:
+that step loads the kernels that training loads in any case, so the first check pays for those that it alone needs. The kernels that
+Triton compiles once for each machine are compiled before. Rows are ragged, so that batches with new lengths are checked as they come. The
+bars: at most 3 % at five micro-batches and more, at most 8 % at two.
 
 Usage: python -m benchmarks.exactness.check_cost [8x4 ...] [--device cuda] [--steps 200] [--positions 512]
-       (writes benchmarks/exactness/check_cost.json; about 8 minutes on an H200)
+       (writes benchmarks/exactness/check_cost.json; about 5 minutes on an H100)
 """
 
 import argparse
 import logging
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -86,22 +89,17 @@ class Times:
         setattr(ExactnessCheck, name, timed)
 
 
-def measured(parts: int, rows: int, *, device: str, steps: int, positions: int, precision: Any) -> dict[str, Any]:
-    """Return the seconds of the fit, of its checks and of its batch profiles.
-
-    This changes ExactnessCheck for the rest of the process.
-    """
-    prepare("exactness-cost")
-    logging.getLogger("lightning_unified").setLevel(logging.ERROR)
+def fit(parts: int, rows: int, *, device: str, steps: int, positions: int, precision: Any, check: bool = True) -> float:
+    """Return the seconds of a fit."""
     torch.manual_seed(0)
     module = GearHead(preset="gearhead-34m", positions=max(positions, 512))
-    checks, verdicts = (Times(name, torch.device(device)) for name in ("_check", "verdict"))
+    rules = replace(module.configure_micro_batches("fit"), check=check)
     batch_size = parts * rows
     trainer = L.Trainer(
         accelerator=device,
         devices=1,
         precision=precision,
-        strategy=UnifiedStrategy(micro_batch_size=rows, predict=False),
+        strategy=UnifiedStrategy(micro_batch_size=rows, predict=False, micro_batches=rules),
         max_steps=steps,
         logger=False,
         enable_checkpointing=False,
@@ -113,7 +111,19 @@ def measured(parts: int, rows: int, *, device: str, steps: int, positions: int, 
     began = time.perf_counter()
     trainer.fit(module, loader)
     wait(torch.device(device))
-    seconds = time.perf_counter() - began
+    return time.perf_counter() - began
+
+
+def measured(parts: int, rows: int, *, device: str, steps: int, **options: Any) -> dict[str, Any]:
+    """Return the seconds of the fit, of its checks and of its looks at batches.
+
+    This changes ExactnessCheck for the rest of the process.
+    """
+    prepare("exactness-cost")
+    logging.getLogger("lightning_unified").setLevel(logging.ERROR)
+    fit(parts, rows, device=device, steps=1, check=False, **options)
+    checks, verdicts = (Times(name, torch.device(device)) for name in ("_check", "verdict"))
+    seconds = fit(parts, rows, device=device, steps=steps, **options)
     looks = [
         took for batch, took in zip(verdicts.batches, verdicts.seconds, strict=True) if batch not in checks.batches
     ]
@@ -156,6 +166,7 @@ def main() -> None:
     accelerator = torch.cuda.get_device_name() if options.device == "cuda" else "none"
     record = {**origin("python -m benchmarks.exactness.check_cost"), "accelerator": accelerator, **setting}
     rows: list[dict[str, Any]] = []
+    alone(2, 8, **{**setting, "steps": 8})  # compiles Triton's kernels
     for sizes in options.settings:
         rows.append(alone(*map(int, sizes.split("x")), **setting))
         print(rows[-1], flush=True)
@@ -163,7 +174,14 @@ def main() -> None:
     shown = {
         f"{row['micro-batches']} of {row['rows of each']} rows": {
             name: row[name]
-            for name in ("seconds", "checks", "seconds of checks", "milliseconds a look", "share", "bar")
+            for name in (
+                "seconds",
+                "checks",
+                "seconds of checks",
+                "milliseconds a look",
+                "share",
+                "bar",
+            )
         }
         for row in rows
     }

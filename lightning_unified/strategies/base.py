@@ -27,7 +27,6 @@ from lightning_unified.precision import (
     resolve_simulated,
     verify_run,
 )
-from lightning_unified.status import RunStatus, runs_directory
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.loop.backward import MicroBatchBackward
@@ -37,6 +36,8 @@ from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.results.progress_metrics import defer_progress_metrics
 from lightning_unified.strategies.mapped_resume import MappedResume
 from lightning_unified.strategies.run_interface import RunInterface
+from lightning_unified.user_files.folders import runs_folder
+from lightning_unified.user_files.status import RunStatus
 
 __all__ = ["UnifiedBase", "options_among"]
 
@@ -162,7 +163,7 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
         self._loop = loop.automatic_optimization = self._optimization(trainer)
         self._loop.optim_progress = progress
         self._evaluations = EvaluationSteps(trainer, self.policy, planner=self.first_step if trains else None)
-        self._status = RunStatus(runs_directory())
+        self._status = RunStatus(runs_folder())
 
     def _compile_obstacle(self) -> str:
         """Return why nothing can be compiled on this device; empty if it can, or if the user asked for nothing."""

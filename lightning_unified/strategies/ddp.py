@@ -213,15 +213,12 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     @override
     def shrink(self, reason: str) -> bool:
         """Halve the micro-batch of all ranks, which call it together; return whether any rank could."""
-        return self._on_any(super().shrink(reason))
+        return _any_of(self.ranks, super().shrink(reason))
 
     @override
     def grow(self, reason: str) -> bool:
         """Undo one halving by `shrink` on all ranks together; return whether any had one."""
-        return self._on_any(super().grow(reason))
-
-    def _on_any(self, mine: bool) -> bool:
-        return any(word.digest for word in self.ranks.meet(Point.DECISION, digest=int(mine)))
+        return _any_of(self.ranks, super().grow(reason))
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -239,6 +236,11 @@ def _check_start(start_method: str, timeout: timedelta) -> None:
         raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
     if not timeout > timedelta(0):
         raise ConfigurationError(f"timeout={timeout} must be above 0.")
+
+
+def _any_of(ranks: Ranks, mine: bool) -> bool:
+    """Return whether any rank gave True; all ranks call it together."""
+    return any(word.digest for word in ranks.meet(Point.DECISION, digest=int(mine)))
 
 
 def _refuse_apart(ranks: Ranks | None, what: str, *, recover: bool) -> None:

@@ -12,9 +12,9 @@ from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.precision import PrecisionChoice, plugin_precision
-from lightning_unified.status import RunFigures
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.user_files.status import RunFigures
 
 __all__ = ["RunInterface"]
 

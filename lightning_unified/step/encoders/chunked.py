@@ -1,8 +1,6 @@
 """Run a module's encoders in chunks of rows and recompute each chunk in backward."""
 
-import copy
 import difflib
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.nn.checkpoint import recompute_call
+from lightning_unified.nn.stand_in import StandIn, call_slot
 from lightning_unified.step.encoders.calls import (
     EncoderCall,
     NotRowWiseError,
@@ -118,7 +117,7 @@ class Encoders:
         function = _of_one(self._inside(stand_in.function), len(args))
         made = EncoderCall(
             name=stand_in.name,
-            encoder=stand_in.encoder,
+            encoder=stand_in.module,
             function=function,
             arguments=call,
             roles=self._roles(stand_in.name, call, rows),
@@ -127,7 +126,7 @@ class Encoders:
         try:
             return self._in_chunks(made)
         except NotRowWiseError as error:
-            kind = type(stand_in.encoder).__name__
+            kind = type(stand_in.module).__name__
             raise SplitError(
                 f"MicroBatchRules(encoders=…) of {self._whose} names {stand_in.name!r}, but this {kind} does not treat each row by itself: "
                 f"{error}. Name only submodules whose output of a row depends on that row alone and that keep no state, or declare "
@@ -174,39 +173,26 @@ class Encoders:
         return roles
 
 
-class _StandIn:
-    """Replaces the calls of one encoder; copying or pickling it gives the original function."""
+class _StandIn(StandIn):
+    """Replaces the calls of one encoder."""
 
     def __init__(
         self, encoder: nn.Module, name: str, called: Callable[["_StandIn", tuple[Any, ...], dict[str, Any]], Any]
     ) -> None:
-        # a module compiled in place is called through its compiled call
-        self._slot = "forward" if encoder._compiled_call_impl is None else "_compiled_call_impl"
-        self.encoder, self.name, self._called = encoder, name, called
-        self.function: Callable[..., Any] = getattr(encoder, self._slot)
+        super().__init__(encoder, call_slot(encoder))
+        self.name, self._called = name, called
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace the encoder's calls inside the block."""
-        attributes = vars(self.encoder)
-        had, own = self._slot in attributes, attributes.get(self._slot)
-        attributes[self._slot] = self
+        self.install()
         try:
             yield
         finally:
-            if had:
-                attributes[self._slot] = own
-            else:
-                del attributes[self._slot]
+            self.restore()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._called(self, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.function, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return operator.getitem, ((self.function,), 0)
 
 
 def _of_one(function: Callable[..., Any], count: int) -> Callable[[dict[Any, Any]], Any]:

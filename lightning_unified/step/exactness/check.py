@@ -4,7 +4,7 @@ A check runs some rows of the batch whole, and the same rows in three unequal mi
 returned and logged values, and written state. One check sees only a sample of the data, so a check runs:
 
 1. before the first split batch, on as many rows as fit at once; then again on a few rows, with another split and with dropout;
-2. before split batches 2, 4, 8, 16, … on at most 8 units of rows;
+2. before split batches 2, 4, 8, 16, … on at most 8 units of rows, unless one of the last quarter of the batches was checked;
 3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
 5. before each of the next batches after an undecided check, until three checks in a row were undecided.
@@ -183,7 +183,7 @@ class ExactnessCheck:
         number, verdict = self._batches, self._verdict
         if verdict is None or news:
             return True
-        if number & (number - 1) == 0 and self._checked_at != number:
+        if number & (number - 1) == 0 and 4 * (self._checked_at or 0) <= 3 * number:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES

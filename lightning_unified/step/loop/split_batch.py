@@ -135,7 +135,7 @@ class SplitResults:
     def finish(self, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
         """Return the whole batch's output, write its logs, and merge metrics."""
         tables = self._tables
-        if new := list(unknown_paths(tables.outputs, values)):
+        if new := unknown_paths(tables.outputs, values):
             self._learn(tables.outputs, new)
         self.settle(parts)
         self._flush(parts, by_steps=False)

@@ -56,12 +56,7 @@ class SplitApproval:
         self.refusal: SplitError | None = None
 
     def require(self, rows: int, *, micro_batch_size: int) -> None:
-        """Raise `SplitError` if a batch cannot be split exactly, by the rules or by a check.
-
-        Args:
-            rows: The rows of the batch.
-            micro_batch_size: The rows that its micro-batches would have.
-        """
+        """Raise `SplitError` if a batch cannot be split exactly, by the rules or by a check."""
         module = self._module
         assert module is not None
         if self.refusal is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_unified.cost_model import describe_bytes, metal_heap_bytes, static_bytes
+from lightning_unified.cost_model.backends import hidden_bytes
 from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import (
     Budget,
@@ -146,7 +147,8 @@ class BudgetWatch:
         """Count `module`'s tensors, and all made until `leave`, on the simulated machine, if any."""
         self.leave()
         if self.machine is not None:
-            self._on_machine.enter_context(self.machine.active(holding=[*module.parameters(), *module.buffers()]))
+            held = [*module.parameters(), *module.buffers()]
+            self._on_machine.enter_context(self.machine.active(holding=held, kernels=hidden_bytes))
 
     def leave(self) -> None:
         """Leave the simulated machine; its peak stays known."""

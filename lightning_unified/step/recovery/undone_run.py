@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import lightning as L
 import torch
@@ -29,7 +29,7 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out a
 
 
 class Undone:
-    """A block that runs a module and then restores all state that a step may change.
+    """A block that runs a module on copies of a batch and then restores all state that a step may change.
 
     Inside the block, dropout is off and BatchNorm uses running statistics. Logged values are dropped, loggers write
     nothing, and CUDA graphs are not replayed. Parameters start without gradients. Attention does not use cuDNN, which
@@ -39,7 +39,6 @@ class Undone:
         trainer: A Trainer in `fit`.
         in_eval: Returns whether a child module is in eval mode inside; by default `draws_or_mixes`. Use `owns_dropout`
             if the gradient is still random.
-        batch: The batch that the steps inside receive parts of; None if they receive copies.
         state: A watch that earlier blocks used for the same Trainer; None for a new one.
 
     Raises:
@@ -51,10 +50,9 @@ class Undone:
         trainer: L.Trainer,
         *,
         in_eval: Callable[[nn.Module], bool] | None = None,
-        batch: Any = None,
         state: StateWatch | None = None,
     ) -> None:
-        self._trainer, self._in_eval, self._batch = trainer, in_eval or draws_or_mixes, batch
+        self._trainer, self._in_eval = trainer, in_eval or draws_or_mixes
         self._module = trainer.lightning_module
         self._state = state or state_of_step(trainer)
         self._results = trainer.fit_loop.epoch_loop._results
@@ -66,7 +64,7 @@ class Undone:
             state=self._state,
             generators=GeneratorWatch(trainer.strategy.root_device),
             results=self._results,
-            batch=self._batch,
+            batch=None,
         )
         children = list(module.modules())
         parameters = _parameters(trainer, children)  # frozen ones too: a step may train them, and freeze others

@@ -17,9 +17,6 @@ class SilentLoggers:
 
     The stand-in of a logger is of the logger's class and has its attributes, so that a step finds everything else unchanged.
 
-    Args:
-        trainer: The Trainer with the loggers.
-
     Attributes:
         is_asked: Whether a step tried to write to a logger.
     """

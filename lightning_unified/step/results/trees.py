@@ -58,17 +58,6 @@ def merge_tree(
         return fallback(path, values)
 
 
-def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[str]:
-    """Yield the paths in nested values that no check has seen."""
-    columns = None if table.knows(path) else _columns(values)
-    if columns is None:
-        if not table.knows(path):
-            yield path
-        return
-    for name, column in columns.items():
-        yield from unknown_paths(table, column, joined(path, name))
-
-
 def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
     """Yield each path that is merged by one rule, with its values, one for each micro-batch."""
     columns = None if table.knows(path) else _columns(values)
@@ -77,6 +66,11 @@ def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iter
         return
     for name, column in columns.items():
         yield from all_values(table, column, joined(path, name))
+
+
+def unknown_paths(table: MergeTable, values: Sequence[Any]) -> list[str]:
+    """Return the paths in nested values that no check has seen."""
+    return [path for path, _ in all_values(table, values) if not table.knows(path)]
 
 
 def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:

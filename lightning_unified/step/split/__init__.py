@@ -1,6 +1,6 @@
 """Split batches into micro-batches by rows."""
 
-from lightning_unified.step.split.containers import containers_copied, tensors_in
+from lightning_unified.step.split.containers import tensors_in
 from lightning_unified.step.split.sizes import BatchShape, bounds, elements_per_row, positions, split_rows
 from lightning_unified.step.split.splitting import BatchSplitter, planning_splitter, splitter_of
 
@@ -8,7 +8,6 @@ __all__ = [
     "BatchShape",
     "BatchSplitter",
     "bounds",
-    "containers_copied",
     "elements_per_row",
     "planning_splitter",
     "positions",

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import sys
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "PLAIN",
-    "containers_copied",
     "entries_of",
     "is_list_of_plain",
     "is_record",
@@ -138,23 +136,3 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 yield entry
             else:
                 yield from tensors_in(entry)
-
-
-def containers_copied(value: Any) -> Any:
-    """Return `value` with its containers copied; their tensors and other contents are shared.
-
-    Copied containers are dicts, lists, tuples, dataclasses and TensorDicts. Other mappings are shared.
-    """
-    if isinstance(value, (Tensor, *PLAIN)):
-        return value
-    if is_tensor_collection(value):
-        return value.clone(recurse=False)
-    if isinstance(value, (dict, UserDict)):
-        return with_items(value, {key: containers_copied(entry) for key, entry in value.items()})
-    if type(value) is list or type(value) is tuple:
-        return type(value)(value if is_list_of_plain(value) else map(containers_copied, value))
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(containers_copied, value))  # pyright: ignore[reportAttributeAccessIssue]
-    if is_record(value):
-        return with_fields(value, containers_copied)
-    return value

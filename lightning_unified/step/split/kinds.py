@@ -20,14 +20,12 @@ class Kind:
     """One kind of batch entry, with functions to count and slice its rows.
 
     Attributes:
-        name: The name of the kind in messages.
         rows: Returns the number of rows of an entry; None for an entry without a row dimension.
         split: `split(entry, start, stop)` returns rows `start` to `stop` as an entry of the same kind.
         elements: Returns the number of values in an entry.
         refusal: Returns the reason why an entry cannot be split; None if it can.
     """
 
-    name: str
     rows: Callable[[Any], int | None]
     split: Callable[[Any, int, int], Any]
     elements: Callable[[Any], int]
@@ -104,22 +102,18 @@ def _keys(value: Any) -> Any:
     return keys() if callable(keys) else keys
 
 
-TENSOR = Kind("tensor", _first_dimension, lambda value, start, stop: value[start:stop], Tensor.numel)
+TENSOR = Kind(_first_dimension, lambda value, start, stop: value[start:stop], Tensor.numel)
 TENSOR_COLLECTION = Kind(
-    "TensorDict",
     lambda value: value.batch_size[0],
     lambda value, start, stop: value[start:stop],
     lambda value: sum(tensor.numel() for tensor in tensors_in(value)),
 )
-_NESTED = Kind("nested tensor", _first_dimension, _split_nested, Tensor.numel)
-_SPARSE = Kind("sparse tensor", _first_dimension, _split_sparse, Tensor.numel, _refusal_of_sparse)
+_NESTED = Kind(_first_dimension, _split_nested, Tensor.numel)
+_SPARSE = Kind(_first_dimension, _split_sparse, Tensor.numel, _refusal_of_sparse)
 _ARRAY = Kind(
-    "array",
     lambda value: value.shape[0] if value.ndim else None,
     lambda value, start, stop: value[start:stop],
     lambda value: int(value.size),
 )
-_PACKED = Kind(
-    "packed sequence", lambda value: int(value.batch_sizes[0]), _split_packed, lambda value: value.data.numel()
-)
-_GRAPHS = Kind("graphs", lambda value: value.num_graphs, _split_graphs, lambda _value: 0, _refusal_of_graphs)
+_PACKED = Kind(lambda value: int(value.batch_sizes[0]), _split_packed, lambda value: value.data.numel())
+_GRAPHS = Kind(lambda value: value.num_graphs, _split_graphs, lambda _value: 0, _refusal_of_graphs)

@@ -46,9 +46,10 @@ class Rooms:
 
         The memory that is held between two steps then stays the same.
         """
-        self._rooms, self._used = {}, {}
+        self._rooms = {}
         for room in rooms:
             self._rooms.setdefault(kind_of_tensor(room), []).append(room)
+        self._used = {kind: len(kept) for kind, kept in self._rooms.items()}  # none of them is unused
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return a buffer for a copy of `tensor`."""

@@ -8,8 +8,8 @@ from lightning_unified.cost_model.rates import tabled_rates
 from lightning_unified.planner.predict import plan, predict
 from tests.support.lanes import some
 from tests.support.modules.contrastive import Contrastive
-from tests.support.modules.dry_run_zoo import trace_step
 from tests.support.runs.live_bytes import live_peak, peak_of
+from tests.support.zoo.dry_run import trace_step
 
 
 class Deep(Contrastive):

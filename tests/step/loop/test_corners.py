@@ -7,49 +7,19 @@ import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 
-from lightning_unified import MicroBatchRules, UnifiedStrategy
-from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
 from tests.support.lanes import slow
-from tests.support.modules.plain import MLP, RaggedTokens, Rows, fit, weights
-
-EXACT = {"rtol": 1e-12, "atol": 1e-13}
-
-
-def run(kind, strategy, loader=None, **options):
-    torch.manual_seed(0)
-    module = kind().double()
-    options = {key: value() if key == "callbacks" else value for key, value in options.items()}
-    return module, *fit(module, loader() if loader else module.loader(), strategy=strategy, **options)
-
-
-def same_cut_and_whole(kind, *, size=3, loader=None, check_split=True, **options):
-    """Train whole under plain Lightning and split under ours; return both recorders.
-
-    Gradients, weights, logs and losses must agree.
-    """
-    whole, plain, plain_trainer = run(kind, "auto", loader, **options)
-    strategy = UnifiedStrategy(micro_batch_size=size, check_split=check_split)
-    module, seen, trainer = run(kind, strategy, loader, **options)
-    torch.testing.assert_close(torch.stack(seen.gradients), torch.stack(plain.gradients), **EXACT)
-    torch.testing.assert_close(weights(module), weights(whole), **EXACT)
-    for step, (mine, theirs) in enumerate(zip(seen.callback_metrics, plain.callback_metrics, strict=True)):
-        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-7), f"step {step}"
-    assert {key: float(value) for key, value in trainer.callback_metrics.items()} == pytest.approx(
-        {key: float(value) for key, value in plain_trainer.callback_metrics.items()}, rel=1e-6
-    )
-    for mine, theirs in zip(seen.outputs, plain.outputs, strict=True):
-        torch.testing.assert_close(mine["loss"], theirs["loss"], **EXACT)
-    return seen, plain
+from tests.support.modules.plain import MLP, RaggedTokens
+from tests.support.runs.split_and_whole import EXACT, run, same_cut_and_whole
 
 
 def test_hooks_log_what_they_log_of_a_whole_batch():
@@ -211,55 +181,6 @@ def test_outputs_do_not_keep_one_micro_batchs_graph_during_the_next():
     assert len(Keeps.alive) == 16
 
 
-def boxes(count: int):
-    return {"boxes": torch.full((count, 4), float(count), dtype=torch.float64)}
-
-
-@pytest.mark.parametrize("stacked", [True, False])
-def test_detection_batches_are_cut_between_samples(stacked):
-    """The number of boxes or channels is no batch dimension.
-
-    A sample has as many boxes as the batch has rows, and images have three channels.
-    """
-    rows = [
-        (torch.full((3, 4, 4), float(row), dtype=torch.float64), boxes(count))
-        for row, count in enumerate([1, 8, 3, 2, 5, 8, 1, 4])
-    ]
-
-    class Detects(MLP):
-        parts = set()
-
-        def training_step(self, batch, batch_idx):
-            images, targets = batch
-            self.parts.add((len(images), len(targets)))
-            terms = [
-                (self.net[0](image.mean() * torch.ones(6).double()) - target["boxes"].sum()).pow(2).mean()
-                for image, target in zip(images, targets, strict=True)
-            ]
-            return sum(terms) / len(terms)
-
-    def collate(samples):
-        images, targets = zip(*samples, strict=True)
-        return (torch.stack(images), list(targets)) if stacked else (list(images), list(targets))
-
-    loader = DataLoader(Rows(rows), batch_size=8, collate_fn=collate)
-    same_cut_and_whole(Detects, loader=lambda: loader, check_split=False)
-    assert Detects.parts == {(8, 8), (3, 3), (2, 2)}
-
-
-def test_a_shared_tensor_that_comes_first_is_not_taken_for_the_batch():
-    class Weighs(MLP):
-        def training_step(self, batch, batch_idx):
-            losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
-            return (losses * batch["class_weights"][batch["y"]]).mean()
-
-    def collate(samples):
-        batch = torch.utils.data.default_collate(samples)
-        return {"class_weights": torch.linspace(0.5, 1.5, 4, dtype=torch.float64), **batch}
-
-    same_cut_and_whole(Weighs, loader=lambda: DataLoader(MLP.loader().dataset, batch_size=8, collate_fn=collate))
-
-
 @pytest.mark.parametrize("kind", [lambda n: n, lambda n: n.reshape(1), lambda n: n.numpy(), lambda n: np.float32(n)])
 def test_loss_weights_may_be_tensors_and_numpy_numbers(kind):
     class Weighs(RaggedTokens):
@@ -330,63 +251,3 @@ def test_a_closure_that_runs_several_times_a_step_logs_and_measures_each_time(op
 )
 def test_the_trainers_own_options_agree(options):
     same_cut_and_whole(MLP, **options)
-
-
-def test_a_second_module_under_the_same_trainer_is_cut_by_its_own_rules():
-    class Pairs(MLP):
-        def configure_micro_batches(self, stage):
-            return MicroBatchRules(unit=2)
-
-    torch.manual_seed(0)
-    first, second = RaggedTokens().double(), Pairs().double()
-    strategy = UnifiedStrategy(micro_batch_size=3, check_split=False)
-    _, trainer = fit(first, first.loader(rows=16), strategy=strategy)
-    rows = set()
-    second.net.register_forward_hook(lambda _, inputs, __: rows.add(len(inputs[0])))
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(second, second.loader(rows=6, batch_size=6))
-
-    assert rows == {2}
-    assert strategy.effective_batch_size == 6
-
-
-def test_a_size_below_the_modules_unit_is_refused():
-    class Pairs(MLP):
-        def configure_micro_batches(self, stage):
-            return MicroBatchRules(unit=4)
-
-    with pytest.raises(
-        ConfigurationError, match="micro_batch_size=3 is less than the 4 rows that Pairs keeps together"
-    ):
-        run(Pairs, UnifiedStrategy(micro_batch_size=3))
-
-
-def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cut():
-    class Whole(L.LightningModule):
-        def configure_micro_batches(self, stage):
-            return MicroBatchRules(splittable=False)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-
-        def training_step(self, batch, batch_idx):
-            return self.weight * batch["scale"]
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    loader = DataLoader(Rows([{"scale": 2.0}] * 3), batch_size=None)
-    _, _, trainer = run(Whole, UnifiedStrategy(micro_batch_size=3), lambda: loader)
-
-    assert trainer.global_step == 6
-
-
-def test_a_size_found_by_recovery_does_not_refuse_a_module_with_larger_units():
-    strategy = UnifiedStrategy(micro_batches=MicroBatchRules(unit=4))
-    strategy.sizes.max_micro_batch_size = 2
-    torch.manual_seed(0)
-    module = MLP().double()
-    fit(module, module.loader(rows=16), strategy=strategy)
-
-    assert strategy.micro_batch_size == 4

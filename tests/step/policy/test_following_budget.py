@@ -201,7 +201,7 @@ def test_the_allocators_settings_are_written_before_the_device_is_asked_anything
     order = []
     note = Cap(applied=True, fraction=None, bytes=None, reason="written")
     monkeypatch.setattr(budget_watch, "prepare_allocators", lambda spec: order.append(spec) or note)
-    platform = Platform(backend="cuda", native_bf16=False, torch_version=(2, 13))
+    platform = Platform(backend="cuda", native_bf16=False)
     monkeypatch.setattr(
         "lightning_unified.strategies.base.platform_of", lambda device: order.append("asked") or platform
     )

@@ -9,10 +9,11 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unified.step.recovery.oom import insist
-from tests.step.recovery.test_recovery import BATCH, TEXT, ShrinksAt, run
+from tests.step.recovery.test_recovery import BATCH, TEXT
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
 from tests.support.modules.plain import MLP, weights
+from tests.support.runs.recovering import ShrinksAt, run
 
 
 class Operations(TorchDispatchMode):

@@ -4,111 +4,20 @@ The undisturbed run has the smaller size from the start.
 """
 
 import gc
-import random
 import weakref
-from functools import lru_cache
 
-import lightning as L
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, SplitError
+from lightning_unified.errors import OutOfMemoryError, SplitError
 from tests.support.lanes import crossed
-from tests.support.lasting import Lasting
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
-
-TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
-BATCH = 4  # the batch that fails, counted over both epochs of three: the second of the second epoch
-
-
-class Stateful(MLP):
-    """Dropout draws numbers, and BatchNorm moves buffers.
-
-    Both must be as if the failed attempt had not happened.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.4), nn.Linear(16, 4))
-
-
-class Fails(L.Callback):
-    """Raises an out-of-memory error once, in a phase of a batch, after real work."""
-
-    raised = Lasting()
-
-    def __init__(self, phase: str, batch: int = BATCH) -> None:
-        self.phase, self.batch, self.seen = phase, batch, -1
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen += 1
-        if self.seen != self.batch:
-            return
-        layer = module.net[-1] if hasattr(module, "net") else module.head
-        if self.phase == "forward":
-            handle = layer.register_forward_hook(lambda *_: self._raise(handle))
-        elif self.phase == "backward":
-            handle = layer.weight.register_hook(lambda *_: self._raise(handle))
-        elif self.phase == "optimizer.step":
-            optimizer = trainer.optimizers[0]
-            create_state = optimizer._init_group
-            optimizer._init_group = lambda *args, **kwargs: self._in_step(create_state, *args, **kwargs)
-
-    def _in_step(self, create_state, *args, **kwargs):
-        """Torch's optimizers create their state here, before they write any weight."""
-        result = create_state(*args, **kwargs)
-        if not self.raised:
-            self._raise(None)
-        return result
-
-    def _raise(self, handle):
-        if handle is not None:
-            handle.remove()
-        self.raised += 1
-        raise RuntimeError(TEXT)
-
-
-class ShrinksAt(L.Callback):
-    """The undisturbed twin: uses the smaller size from the same batch on."""
-
-    def __init__(self, limit: int, batch: int = BATCH) -> None:
-        self.limit, self.batch, self.seen = limit, batch, -1
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen += 1
-        if self.seen == self.batch:
-            trainer.strategy.sizes.max_micro_batch_size = self.limit
-
-
-def run(kind, *callbacks, window=1, clip=None, **strategy):
-    torch.manual_seed(0)
-    module = kind().double()
-    seen, trainer = fit(
-        module,
-        module.loader(),
-        strategy=UnifiedStrategy(batch_norm="micro", **strategy),
-        callbacks=list(callbacks),
-        accumulate_grad_batches=window,
-        gradient_clip_val=clip,
-    )
-    return module, seen, trainer
-
-
-@lru_cache(maxsize=32)
-def undisturbed(kind, limit, batch=BATCH, **options):
-    """Return the result of a run that uses the smaller size from `batch` on.
-
-    It is the same for every way to fail there.
-    """
-    random.seed(0)
-    np.random.seed(0)
-    return run(kind, ShrinksAt(limit, batch), **options)
-
+from tests.support.runs.recovering import BATCH, TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
 
 PHASES = ("forward", "backward", "optimizer.step")
+
+
 TURNS = [
     *((Stateful, phase, window) for phase, window in zip(PHASES, (1, 2, 3), strict=True)),
     *((RaggedTokens, phase, window) for phase, window in zip(PHASES, (3, 1, 2), strict=True)),
@@ -183,81 +92,6 @@ def test_other_errors_come_through_untouched():
 def test_recovery_can_be_switched_off():
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         run(MLP, Fails("forward"), recover=False)
-
-
-class WritesThenFails(torch.optim.SGD):
-    """Writes half of the weights, then runs out of memory once, in its third step."""
-
-    calls = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            closure()
-        type(self).calls += 1
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
-            if type(self).calls == 3 and index == len(parameters) // 2:
-                raise RuntimeError(TEXT)
-            parameter.add_(parameter.grad, alpha=-0.05)
-
-
-class HalfWriter(MLP):
-    def configure_optimizers(self):
-        WritesThenFails.calls = 0
-        return WritesThenFails(self.parameters(), 0.05)
-
-
-def test_half_updated_weights_stop_the_run_instead_of_being_kept():
-    with pytest.raises(HalfUpdatedError, match="optimizer_rollback=True"):
-        run(HalfWriter)
-
-
-class TwoGroups(MLP):
-    """A fused optimizer without memory for the state of its second group.
-
-    The first group has been written by then.
-    """
-
-    def configure_optimizers(self):
-        first, last = self.net[0], self.net[-1]
-        optimizer = torch.optim.AdamW([{"params": first.parameters()}, {"params": last.parameters()}], 0.05, fused=True)
-        create_state = optimizer._init_group
-        calls = []
-
-        def fails_in_the_second_group(group, *args, **kwargs):
-            calls.append(group)
-            if len(calls) == 2:
-                raise RuntimeError(TEXT)
-            return create_state(group, *args, **kwargs)
-
-        optimizer._init_group = fails_in_the_second_group
-        return optimizer
-
-
-def test_a_fused_group_that_was_written_is_noticed_though_no_version_counter_moved():
-    with pytest.raises(HalfUpdatedError, match="some are written already"):
-        run(TwoGroups)
-
-
-def test_a_fused_group_that_was_written_is_rolled_back_if_a_copy_was_asked_for():
-    _, _, trainer = run(TwoGroups, optimizer_rollback=True)
-
-    assert (trainer.strategy.recoveries, trainer.global_step) == (1, 6)
-
-
-def test_half_updated_weights_are_rolled_back_if_a_copy_was_asked_for():
-    module, _, trainer = run(HalfWriter, optimizer_rollback=True)
-
-    class Whole(MLP):
-        def configure_optimizers(self):
-            WritesThenFails.calls = 10
-            return WritesThenFails(self.parameters(), 0.05)
-
-    twin, _, _ = run(Whole, ShrinksAt(trainer.strategy.micro_batch_size, 2))
-
-    assert trainer.strategy.recoveries == 1
-    assert torch.equal(weights(module), weights(twin))
 
 
 def test_batch_norm_refuses_to_be_cut_unless_it_is_accepted():

@@ -16,10 +16,11 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, Mult
 from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GradientHealth, MemoryMonitor, MemoryProgressBar, RunCheckpoint
 from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, RunError
-from tests.step.recovery.test_recovery import TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
+from tests.step.recovery.test_recovery import TEXT, Fails, Stateful, undisturbed
 from tests.support.lanes import crossed, slow, some
 from tests.support.lasting import Lasting
 from tests.support.modules.plain import MLP, weights
+from tests.support.runs.recovering import ShrinksAt, run
 
 
 class FailsIn(L.Callback):

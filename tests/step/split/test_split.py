@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_unified import MicroBatchRules, RowRules
 from lightning_unified.step.results.by_shape import merge
-from lightning_unified.step.split import BatchSplitter, containers_copied, split_rows, tensors_in
+from lightning_unified.step.split import BatchSplitter, split_rows
 
 
 def split(batch, start, stop, *, rows):
@@ -123,19 +123,3 @@ def test_a_short_tuple_with_a_tensor_between_numbers_is_no_list_of_samples():
     part = split({"x": torch.zeros(3, 2), "more": (1, torch.arange(3), 2)}, 0, 2, rows=3)
 
     assert part["more"][0] == 1 and part["more"][1].tolist() == [0, 1] and part["more"][2] == 2
-
-
-def test_copied_containers_share_their_tensors_and_nothing_else():
-    batch = {
-        "pair": Pair(torch.ones(2), ["a"]),
-        "record": Record(torch.ones(2), [1], 0.5),
-        "list": [{"x": torch.ones(1)}],
-    }
-    copied = containers_copied(batch)
-    copied["list"][0].pop("x")
-    copied["record"].names.append(2)
-    copied["pair"].right.append("b")
-
-    assert (list(batch["list"][0]), batch["record"].names, batch["pair"].right) == (["x"], [1], ["a"])
-    assert copied["pair"].left is batch["pair"].left
-    assert len(list(tensors_in(batch))) == 3

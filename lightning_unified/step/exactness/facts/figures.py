@@ -30,18 +30,19 @@ class HostFigures:
     """The figures of tensors of one batch, computed before they were moved to the device.
 
     Attributes:
-        is_wanted: Whether `note` computes anything.
+        is_wanted: Whether the next `note` computes anything. It does for the first batch, and then after each batch that is split.
     """
 
     def __init__(self) -> None:
-        self.is_wanted = False
+        self.is_wanted = True
         self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
 
     def note(self, host: Any, moved: Any) -> None:
         """Compute the figures of the tensors of a batch on the host; `moved` is the same batch on the device."""
         self._found.clear()
+        is_wanted, self.is_wanted = self.is_wanted, False
         before, after = dict(named_tensors(host)), dict(named_tensors(moved))
-        if not self.is_wanted or list(before) != list(after):
+        if not is_wanted or list(before) != list(after):
             return
         pairs = [(before[path], after[path]) for path in before if _is_moved(before[path], after[path])]
         for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs]), strict=True):

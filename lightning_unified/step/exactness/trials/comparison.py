@@ -105,7 +105,7 @@ class Comparison:
         A whole gradient of zeros can be compared if a micro-batch has a gradient.
         """
         parts = [run.gradient for run in self.split.runs]
-        is_zero = not self.whole.gradient.values.any()
+        is_zero = self.whole.gradient.is_zero
         return "" if is_zero and any(not part.says_nothing for part in parts) else self.whole.gradient.says_nothing
 
     def can_count(self, rule: LossRule) -> bool:

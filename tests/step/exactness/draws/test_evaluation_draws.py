@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.modules.step_kinds import Kind, Variational
+from tests.support.modules.drawn_kinds import Variational
+from tests.support.modules.step_kinds import Kind
 
 
 class Evaluated(Variational):

@@ -8,16 +8,9 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.modules.drawn_kinds import DRAWN, DRAWN_BY_ROW_ON_THE_HOST, REFUSED, RecurrentDropout
 from tests.support.modules.plain import fit
-from tests.support.modules.step_kinds import (
-    DRAWN,
-    DRAWN_BY_ROW_ON_THE_HOST,
-    REFUSED,
-    SAME,
-    Compiled,
-    Kind,
-    RecurrentDropout,
-)
+from tests.support.modules.step_kinds import SAME, Compiled, Kind
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"

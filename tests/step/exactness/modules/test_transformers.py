@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules.transformer_zoo import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Architecture
+from tests.support.zoo.transformers import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Architecture
 
 EVERY_DAY = ("GPT-2", "BERT", "Whisper")
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"

@@ -5,75 +5,27 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from lightning_unified.step.exactness.check import ExactnessCheck
-from lightning_unified.step.exactness.trials.judge import Judge
-from tests.support.modules.plain import Rows, fit, weights
-from tests.support.modules.split import LateRagged, Net, ShiftedTokens, Zero
-
-
-class Checks:
-    """The checks of a run.
-
-    For each check: the step before whose update it ran, and the rows and the split of each trial.
-    """
-
-    def __init__(self):
-        self.steps, self.rows, self.splits = [], [], []
-
-
-@pytest.fixture
-def checks(monkeypatch):
-    seen, check, findings = Checks(), ExactnessCheck._check, Judge.findings
-
-    def begun(self, *args, **sizes):
-        seen.steps.append(self._trainer.global_step)
-        seen.rows.append([])
-        seen.splits.append([])
-        check(self, *args, **sizes)
-
-    def noted(judge, trial, rules, *, since):
-        seen.rows[-1].append(trial.rows)
-        seen.splits[-1].append(list(trial.split))
-        return findings(judge, trial, rules, since=since)
-
-    monkeypatch.setattr(ExactnessCheck, "_check", begun)
-    monkeypatch.setattr(Judge, "findings", noted)
-    return seen
-
-
-def batches(*, number=40, size=8, change=lambda batch, row: {}):
-    """Return a loader of batches of one kind, with the exceptions that `change` makes.
-
-    `change` gets a batch and a row.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for index in range(number * size):
-        x = torch.randn(6, generator=generator, dtype=torch.float64)
-        rows.append({"x": x, "y": index % 4, **change(index // size, index % size)})
-    return DataLoader(Rows(rows), batch_size=size)
-
-
-def run(kind, loader, *, strategy=None, **options):
-    torch.manual_seed(0)
-    module = kind().double()
-    strategy = strategy or UnifiedStrategy(micro_batch_size=3)
-    _, trainer = fit(module, loader, strategy=strategy, max_epochs=options.pop("max_epochs", 1), **options)
-    return module, trainer
-
-
-def found(trainer):
-    return trainer.strategy.plan.reasons["loss_weight"]
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.split import LateRagged, Net, ShiftedTokens
+from tests.support.runs.schedules import batches, found, run
 
 
 def test_batches_1_2_4_8_and_so_on_are_checked(checks):
     run(Net, batches())
 
     assert checks.steps == [0, 1, 3, 7, 15, 31]
+
+
+def test_a_batch_is_not_checked_soon_after_one_of_a_new_kind(checks):
+    run(
+        Net,
+        batches(number=16, change=lambda batch, row: {"x": torch.zeros(6).double()} if (batch, row) == (6, 0) else {}),
+    )
+
+    assert checks.steps == [0, 1, 3, 6, 15]
 
 
 def test_the_schedule_goes_on_over_epochs(checks):
@@ -321,52 +273,6 @@ def test_a_rule_that_was_refuted_is_not_tried_again():
     _, trainer = run(Masked, batches(change=masks(ragged=lambda batch: batch == 0), number=8))
 
     assert found(trainer).startswith("sum of 'mask': ")
-
-
-class Frozen(Net):
-    """Its gradient is zero while a flag of the batch is."""
-
-    def loss(self, out, batch):
-        return super().loss(out, batch) * batch["on"].mean()
-
-
-@pytest.mark.parametrize(("zeros", "decided"), [(1, 1), (2, 2), (5, 5)])
-def test_an_undecided_batch_is_followed_by_a_check_of_the_next(zeros, decided, checks):
-    _, trainer = run(Frozen, batches(change=lambda batch, row: {"on": float(batch >= zeros)}, number=zeros + 2))
-
-    assert decided in checks.steps
-    assert found(trainer).startswith("rows: ")
-
-
-class ZeroForMany(Net):
-    """Its gradient is zero for more than four rows."""
-
-    def loss(self, out, batch):
-        return super().loss(out, batch) * (len(out) <= 4)
-
-
-def test_a_whole_gradient_of_zero_is_compared_with_parts_that_have_one():
-    with pytest.raises(SplitError, match="cannot be split exactly"):
-        run(ZeroForMany, batches(number=1))
-
-
-class HardestTenth(Net):
-    """A tenth of eight rows is none."""
-
-    def loss(self, out, batch):
-        losses = F.cross_entropy(out, batch["y"], reduction="none")
-        return losses.topk(len(out) // 10).values.sum()
-
-
-def test_rows_whose_gradient_says_nothing_are_followed_by_more():
-    with pytest.raises(SplitError, match="the gradient of 24 rows differs"):
-        run(HardestTenth, batches(number=1, size=24))
-
-
-def test_what_stays_undecided_is_checked_ever_more_rarely(checks):
-    run(Zero, batches(number=40))
-
-    assert checks.steps == [0, 1, 2, 3, 7, 15, 31]
 
 
 def test_a_declared_weight_is_checked_as_often(checks):

@@ -134,7 +134,7 @@ def test_a_missing_gradient_counts_as_zeros():
     sample = sampled(None, random(2))
 
     assert sample.values[:3].tolist() == [0, 0, 0]
-    assert sample.lengths.tolist() == [3, 2]
+    assert sample.lengths == [3, 2]
 
 
 def test_a_sparse_gradient_is_compared_in_full():
