@@ -13,9 +13,13 @@ from omegaconf import OmegaConf
 
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["printable", "read_json", "read_yaml"]
+__all__ = ["printable", "read_json", "read_text", "read_yaml"]
 
-_LARGEST_YAML, _LARGEST_JSON = 1 << 20, 64 << 20  # bytes; a configuration has some kilobytes, a plan up to a megabyte
+_LARGEST_YAML, _LARGEST_TEXT, _LARGEST_JSON = (
+    1 << 20,
+    1 << 20,
+    64 << 20,
+)  # bytes; configurations and samples have some kilobytes
 _DEEPEST = 64  # levels of nesting
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline: C0, DEL and C1
 
@@ -50,6 +54,15 @@ def read_json(path: Path) -> Any:
         return _printable_all(json.loads(_text(path, _LARGEST_JSON)))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: it is no JSON, or nests too deep ({error}).") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a text file, made `printable`.
+
+    Raises:
+        ConfigurationError: If the file is larger than 1 MiB.
+    """
+    return printable(_text(path, _LARGEST_TEXT))
 
 
 def printable(text: str) -> str:

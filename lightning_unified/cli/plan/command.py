@@ -89,6 +89,7 @@ def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Targ
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cost_model import rates
     from lightning_unified.planner import predict
+    from lightning_unified.planner.phases import Phases
 
     trainer = {"trainer": subject.trainer}
     planned = partial(
@@ -98,6 +99,7 @@ def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Targ
         device=target.backend,
         rates=None if target.name is None else rates.tabled_rates(target.name),
         precision=target.precision.precision,
+        phases=Phases(),
         **_options(config),
         **trainer,
     )

@@ -1,6 +1,6 @@
 """Calls to the planner: the phases of a fit, and the same step on every simulated machine."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,14 +53,8 @@ class _Machine:
     precision: str = ""
 
 
-def fits_where(
-    subject: Subject,
-    *,
-    precision: str,
-    options: Mapping[str, Any],
-    machines: Iterable[str] = tuple(PROFILES),
-) -> tuple[MachinePlan, ...]:
-    """Return the plan of each machine with its own `auto` budget.
+def fits_where(subject: Subject, *, precision: str, options: Mapping[str, Any]) -> tuple[MachinePlan, ...]:
+    """Return the plan of each simulated machine with its own `auto` budget.
 
     Machines of one precision are planned together, so that they share their traces.
 
@@ -68,9 +62,8 @@ def fits_where(
         subject: The module, trainer and batch to plan.
         precision: The requested precision; `"auto"` is each machine's best.
         options: Passed to the planner for each machine.
-        machines: Names of simulated machines.
     """
-    known = [_at_rest(name, precision) for name in machines]
+    known = [_at_rest(name, precision) for name in PROFILES]
     plans: dict[str, Any] = {}
     for each in dict.fromkeys(machine.precision for machine in known if machine.precision):
         group = {

@@ -114,10 +114,10 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
 def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
     """Return `config` for a plan on the CPU, without loggers and checkpoints.
 
-    Of the callbacks it keeps the user's.
+    Of the callbacks it keeps the user's. Their interpolations are resolved first, because they may refer to those that are left out.
     """
     planned = config.copy()
-    callbacks = OmegaConf.to_container(config.callbacks, resolve=False) if config.callbacks else {}
+    callbacks = OmegaConf.to_container(config.callbacks, resolve=True) if config.callbacks else {}
     users = {
         name: node
         for name, node in (callbacks.items() if isinstance(callbacks, dict) else ())

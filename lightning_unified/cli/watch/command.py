@@ -20,7 +20,7 @@ from lightning_unified.cli.watch.snapshot import Observer, Snapshot
 from lightning_unified.cli.watch.view import show
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.hardware import Sources
-from lightning_unified.status import runs_directory
+from lightning_unified.user_files.folders import runs_folder
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as done:
         return int(done.code or 0)
-    observer = Observer(Sources.without_torch(), directory=runs_directory())
+    observer = Observer(Sources.without_torch(), directory=runs_folder())
     try:
         log = _Log(arguments.log)
         with _terminated_is_an_exit(), _printer(as_json=arguments.json, once=arguments.once) as shown:

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_unified.cli.config.bounded_files import printable
 from lightning_unified.hardware import Sources
 from lightning_unified.hardware.sources import read_text
-from lightning_unified.status import RunRecord, parse_record
+from lightning_unified.user_files.status import RunRecord, parse_record
 
 __all__ = ["running"]
 
@@ -24,7 +24,7 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
     Remove the files of dead ones.
 
     Args:
-        directory: The folder of the record files, from `runs_directory`; None or absent means no runs.
+        directory: The folder of the record files, from `runs_folder`; None or absent means no runs.
         sources: Returns when a process began.
     """
     found = []

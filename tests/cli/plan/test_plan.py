@@ -6,33 +6,20 @@ Tests cover composition, building, arguments, output and refusals.
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 from lightning import LightningModule
 
-from lightning_unified.cache_folder import CACHE_VARIABLE
-from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.command import main
-from lightning_unified.cli.plan.show import waiting
-from lightning_unified.cost_model import rates
-from lightning_unified.cost_model.plan import Plan
-from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.rates import Alignment, tabled_rates
-from lightning_unified.cost_model.rates.calibration import Calibration
-from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
-from lightning_unified.planner import predict
-from tests.support import ROOT
+from tests.cli.conftest import CONF
+from tests.support.planner_calls import GIB, Calls
 
-CONF = str(ROOT / "conf")
-GIB = 2**30
 TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
+
+
 MINE = f"{__file__}:"
 
 
@@ -48,81 +35,6 @@ def three_billion():
 
 def my_batch():
     return {"x": torch.zeros(6, 4), "length": 3}
-
-
-class Calls:
-    """A planner that notes what it is asked and answers that `need` bytes are taken."""
-
-    def __init__(self, need=GIB):
-        self.need, self.one, self.many = need, [], []
-
-    def plan(self, module, batch, **options):
-        self.one.append(SimpleNamespace(module=module, batch=batch, **options))
-        return self._made(options["budget"], options["precision"])
-
-    def plan_many(self, module, batch, machines, **options):
-        self.many.append(SimpleNamespace(machines=machines, **options))
-        return {name: self._made(budget, options["precision"]) for name, (_, budget, _) in machines.items()}
-
-    def _made(self, budget, precision):
-        usual = {"precision": precision, "recompute": None}
-        if self.need > budget:
-            least = Candidate(
-                micro_batch_size=1,
-                parts=8,
-                precision=precision,
-                recompute="none",
-                optimizer_kernel=None,
-                loss_chunk=None,
-                peak_bytes=self.need,
-                reserved_bytes=self.need,
-                seconds=0.5,
-                fits=False,
-            )
-            return Plan(micro_batch_size=None, budget_bytes=budget, alternatives=(least,), **usual)
-        peak = Prediction(
-            peak_bytes=self.need,
-            reserved_bytes=self.need,
-            categories={"weights": self.need},
-            confidence="high",
-            seconds=0.5,
-            instant="backward",
-            rows=2,
-            parts=4,
-        )
-        return Plan(micro_batch_size=2, budget_bytes=budget, prediction=peak, **usual)
-
-    @property
-    def call(self):
-        return self.one[-1]
-
-    @contextlib.contextmanager
-    def in_place(self):
-        """Answer for the planner."""
-        with (
-            patch.object(predict, "plan", self.plan),
-            patch.object(predict, "plan_many", self.plan_many),
-            patch.object(rates, "tabled_rates", lambda name: f"rates of {name}"),
-        ):
-            yield
-
-
-@pytest.fixture
-def calls():
-    return Calls()
-
-
-@pytest.fixture
-def command(calls, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        capfd.readouterr()
-        with calls.in_place():
-            code = main(list(arguments), config_path=CONF)
-        return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -287,91 +199,3 @@ def test_a_mistake_is_refused_in_one_clear_message(command, name):
     assert (done.code, done.out) == (2, "")
     assert message in " ".join(done.err.split())
     assert len(done.err.splitlines()) <= 12
-
-
-@pytest.fixture
-def corrections(monkeypatch, tmp_path):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    kept = Calibration.load("a-gpu-80gib")
-    kept.record("cuda bf16-mixed none", predicted_bytes=100, measured_bytes=103)
-    gain = {"device": "a GPU", "dtype": "bfloat16", "seconds_per_row": {}, "without": {"multiple of 64": 1.2}}
-    kept.keep(
-        rates=tabled_rates("h200"), alignment=Alignment(**gain, multiple=64, gain=1.2, source="measured, made up")
-    )
-    return kept.path
-
-
-def test_what_was_learnt_of_a_machine_is_shown_with_its_sources(command, corrections):
-    done = command("--calibration", "show")
-
-    text = " ".join(done.out.split())
-    assert done.code == 0 and "1 machine in" in text
-    assert "peak, cuda bf16-mixed none 1.030 measured over predicted" in text and "TFLOP/s table:" in text
-    assert "alignment × 1.20 without on a GPU sizes that are multiples of 64 pay" in text
-    assert list(json.loads(command("--calibration", "show", "--json").out)["machines"]) == ["a-gpu-80gib"]
-
-
-def test_what_was_learnt_is_forgotten_when_asked(command, corrections):
-    assert "forgotten: a-gpu-80gib" in command("--calibration", "clear").out
-    assert not corrections.exists()
-    assert "nothing to forget" in command("--calibration", "clear").out
-    assert "nothing is kept yet" in command("--calibration", "show").out
-
-
-def test_the_help_names_every_flag_the_groups_and_the_exit_codes(command):
-    done = command("--help")
-
-    assert done.code == 0
-    for text in (
-        "--fits-where",
-        "--batch-shape",
-        "memory     auto, debug, large",
-        "1 nothing fits",
-        "simulate=m2-16gb",
-    ):
-        assert text in done.out
-
-
-def test_the_command_is_one_of_those_there_are(capfd):
-    assert any_command(["--help"]) == 0
-    assert "  plan     predict" in capfd.readouterr().out
-    assert any_command(["plam"]) == 2
-    assert "did you mean plan?" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "choices"),
-    [
-        ("python -m lightning_unified plan --fi", ["--fits-where"]),
-        ("python -m lightning_unified plan memory=de", ["memory=debug"]),
-        ("python -m lightning_unified plan --json memory=small model.wid", ["model.width="]),
-    ],
-)
-def test_a_line_is_completed_with_flags_groups_and_keys(command, monkeypatch, line, choices):
-    monkeypatch.setenv("COMP_LINE", line)
-
-    assert command("--shell-completion", "query=bash").out.split() == choices
-
-
-@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
-def test_what_is_installed_is_bash_and_keeps_the_completion_that_was_there(command):
-    install = command("--shell-completion", "install=bash").out
-    script = f"before() {{ COMPREPLY=(kept); }}\ncomplete -F before python\n{install}\nCOMP_LINE='python x.py '\n_lightning_unified_plan\necho ${{COMPREPLY[@]}}"
-    done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
-
-    assert (done.stdout.strip(), done.stderr) == ("kept", "")
-
-
-def test_an_activity_is_not_shown_in_a_notebook(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebook kernels do
-    with waiting("tracing the step"):
-        pass
-
-    assert capsys.readouterr().err == ""
-
-
-def test_planning_starts_without_the_slow_imports_where_the_request_makes_no_sense():
-    probe = "import sys; from lightning_unified.cli.plan.command import main; main(['--nope']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-
-    assert done.stdout.strip() == "False"

@@ -163,3 +163,13 @@ def test_a_mistake_of_module_or_batch_is_refused(config, name):
     arguments, message = MISTAKES_OF_A_SUBJECT[name]
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         subject_of(parse(arguments), config, precision="32-true")
+
+
+def test_a_callback_may_refer_to_one_that_a_plan_leaves_out():
+    with searching(CONF):
+        config = composed(["model=classifier-tiny", "hardware=cpu", "run_dir=here"]).config
+    asked = parse(["--module", f"{MINE}Net", "--batch-shape", "2x4"])
+
+    (stopping,) = subject_of(asked, config, precision="32-true").trainer.early_stopping_callbacks
+
+    assert stopping.monitor == config.callbacks.checkpoint.monitor

@@ -34,6 +34,16 @@ def test_the_page_of_a_run_says_what_came_of_it(tmp_path):
         assert words in tree.text
 
 
+def test_the_page_shows_the_samples_of_a_run_as_text(tmp_path):
+    text, tree = read_page(run_of(tmp_path / "run", samples__txt="asked: 1 < 2?\nanswered: <b>yes</b>\x1b[0m\n"))
+
+    assert "asked: 1 < 2? answered: <b>yes</b>" in tree.text
+    assert "answered: &lt;b&gt;yes" in text
+    assert "\x1b" not in text
+    assert "<h2>Samples</h2>" in text
+    assert "<h2>Samples</h2>" not in read_page(run_of(tmp_path / "other"))[0]
+
+
 def test_the_page_asks_nothing_of_a_network(tmp_path):
     text, tree = read_page(run_of(tmp_path / "one"), run_of(tmp_path / "two"))
 

@@ -87,6 +87,8 @@ def _sections(runs: Sequence[Run]) -> Iterable[str]:
     yield _section("Micro-batch and recoveries", _legend_of(runs) + _charts(course_plots(runs), runs))
     yield _section("Losses", _legend_of(runs) + _charts(loss_plots(runs), runs))
     yield _section("Speed", _legend_of(runs) + _charts(speed_plots(runs), runs))
+    if any(run.samples for run in runs):
+        yield _section("Samples", _each(runs, _samples))
     yield _section("The plan and its reasons", _each(runs, lambda run: reasons_table(run) + alternatives_table(run)))
     yield _section("Events", _each(runs, moments_table))
     if len(runs) > 1:
@@ -101,6 +103,10 @@ def _sections(runs: Sequence[Run]) -> Iterable[str]:
     problems = [f"{escape(run.name)}: {escape(problem)}" for run in runs for problem in run.problems]
     if problems:
         yield _section("Files that cannot be read", f"<ul>{''.join(f'<li>{each}</li>' for each in problems)}</ul>")
+
+
+def _samples(run: Run) -> str:
+    return f"<pre>{escape(run.samples)}</pre>" if run.samples else unknown(f"{run.name} has no samples.txt")
 
 
 def _section(title: str, content: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_unified.cli.config.bounded_files import read_json, read_yaml
+from lightning_unified.cli.config.bounded_files import read_json, read_text, read_yaml
 from lightning_unified.cli.report.run_directory.moments import read_lines, tell
 from lightning_unified.cli.report.run_directory.records import Moment, Run
 from lightning_unified.cli.run.journal import JOURNAL
@@ -42,6 +42,7 @@ def read_run(directory: Path, *, name: str) -> Run:
         machine=machines[-1] if machines else {},
         curves=curves,
         moments=moments,
+        samples=files.text("samples.txt").strip(),
         problems=tuple(files.problems),
     )
 
@@ -68,6 +69,9 @@ class _Files:
     def list(self, name: str) -> list[str]:
         content = self._try(name, lambda path: OmegaConf.to_container(read_yaml(path)))
         return [str(each) for each in content] if isinstance(content, list) else []
+
+    def text(self, name: str) -> str:
+        return self._try(name, read_text) or ""
 
     def lines(self, name: str) -> Sequence[Mapping[str, Any]]:
         return self._try(name, read_lines) or []

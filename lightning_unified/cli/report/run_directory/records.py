@@ -49,6 +49,7 @@ class Run:
         machine: The machine of the newest part of the run, from `events.jsonl`.
         curves: `metrics.csv` by column.
         moments: Events, in order.
+        samples: `samples.txt`, empty without one.
         problems: Files that exist and cannot be read, in words.
     """
 
@@ -63,6 +64,7 @@ class Run:
     machine: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     moments: tuple[Moment, ...] = ()
+    samples: str = ""
     problems: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -84,5 +86,6 @@ class Run:
                 {"step": moment.step, "time": moment.time, "kind": moment.kind, "text": moment.text}
                 for moment in self.moments
             ],
+            "samples": self.samples,
             "problems": list(self.problems),
         }
