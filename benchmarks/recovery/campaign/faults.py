@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.recovery.campaign.fault_kinds import STEP_POINTS, Fault, raise_out_of_memory
 from benchmarks.recovery.campaign.training import write_past_limit
-from lightning_unified.callbacks import PressureGuard, checkpoint
+from lightning_unified.callbacks import PressureGuard
+from lightning_unified.callbacks.checkpoint import files
 from lightning_unified.hardware import Figure, Pressure
 from lightning_unified.hardware.pressure.reader import Level
 from lightning_unified.hardware.simulated import Abort
@@ -83,7 +84,7 @@ class Disturbance(L.Callback):
             trainer.save_checkpoint = self._operated(trainer.save_checkpoint)
         for name in ("publish", "share", "remove"):
             if f"save: {name}" in points:
-                setattr(checkpoint, name, self._guarded(getattr(checkpoint, name), f"save: {name}"))
+                setattr(files, name, self._guarded(getattr(files, name), f"save: {name}"))
 
     def on_train_start(self, trainer, pl_module):
         if self._limit is not None:
@@ -103,7 +104,8 @@ class Disturbance(L.Callback):
                 weight = list(pl_module.net.parameters())[self._batch % 2]
                 self._undo.append(weight.register_hook(lambda *_: self._pass("backward")).remove)
             elif fault.point in {"before_weights", "between_groups"}:
-                self._watch_groups(trainer.optimizers[0], fault.point)
+                at = 0 if fault.point == "before_weights" else 1
+                self._undo.append(_watch_group(trainer.optimizers[0], at, partial(self._pass, fault.point)))
             elif fault.point == "operation":
                 self._watch_operations("operation")
 
@@ -197,23 +199,6 @@ class Disturbance(L.Callback):
 
         return walled
 
-    def _watch_groups(self, optimizer: torch.optim.Optimizer, point: str) -> None:
-        """Torch's optimizers create a group's state before they write its weights.
-
-        They finish one group before the next.
-        """
-        make_state = optimizer._init_group
-        group = optimizer.param_groups[0 if point == "before_weights" else 1]
-
-        def watched(current, *args, **kwargs):
-            result = make_state(current, *args, **kwargs)
-            if current is group:
-                self._pass(point)
-            return result
-
-        optimizer._init_group = watched
-        self._undo.append(lambda: optimizer.__dict__.pop("_init_group", None))
-
     def _operated(self, save: Callable) -> Callable:
         def operated(*args, **kwargs):
             with _Operations(partial(self._pass, "save operation")):
@@ -232,6 +217,23 @@ class Disturbance(L.Callback):
             return save(obj, _Striking(file, fault), *args, **kwargs)
 
         return saving
+
+
+def _watch_group(optimizer: torch.optim.Optimizer, at: int, passed: Callable[[], None]) -> Callable[[], Any]:
+    """Call `passed` once the state of group number `at` is made, and return the function that ends this.
+
+    Torch's optimizers create a group's state before they write its weights. They finish one group before the next.
+    """
+    make_state, group = optimizer._init_group, optimizer.param_groups[at]
+
+    def watched(current, *args, **kwargs):
+        result = make_state(current, *args, **kwargs)
+        if current is group:
+            passed()
+        return result
+
+    optimizer._init_group = watched
+    return lambda: optimizer.__dict__.pop("_init_group", None)
 
 
 def _limited(write: Callable[[], Any], size: int) -> Any:
