@@ -14,7 +14,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_unified.status import RunFigures, RunStatus, parse_record, runs_directory
+from lightning_unified.user_files.folders import runs_folder
+from lightning_unified.user_files.status import RunFigures, RunStatus, parse_record
 
 FIGURES = RunFigures(
     directory="/runs/one",
@@ -38,7 +39,7 @@ FIGURES = RunFigures(
 def clock(monkeypatch):
     """A clock that stands still until it is set."""
     now = [100.0]
-    monkeypatch.setattr("lightning_unified.status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lightning_unified.user_files.status.time.monotonic", lambda: now[0])
     return now
 
 
@@ -153,7 +154,7 @@ def test_a_record_reads_as_it_was_written(tmp_path):
     ],
 )
 def test_the_folder_is_the_platforms_own_or_the_one_named(system, environ, folder):
-    assert str(runs_directory(environ, system=system)) == folder.replace("HOME", str(Path.home()))
+    assert str(runs_folder(environ, system=system)) == folder.replace("HOME", str(Path.home()))
 
 
 def test_without_a_home_there_is_no_folder(monkeypatch):
@@ -162,7 +163,7 @@ def test_without_a_home_there_is_no_folder(monkeypatch):
 
     monkeypatch.setattr(Path, "home", homeless)
 
-    assert runs_directory({}, system="linux") is None
+    assert runs_folder({}, system="linux") is None
 
 
 class Shown(BoringModel):

@@ -13,7 +13,7 @@ from tests.support import ROOT
 DOCS = ROOT / "docs"
 MODULES = (
     *PUBLIC_MODULES, "lightning_unified.data", "lightning_unified.models.classifier", "lightning_unified.models.compressor",
-    "lightning_unified.models.gearhead", "lightning_unified.models.grpo", "lightning_unified.models.wordle", "lightning_unified.errors",
+    "lightning_unified.models.finetune", "lightning_unified.models.gearhead", "lightning_unified.models.grpo", "lightning_unified.models.wordle", "lightning_unified.errors",
 )  # fmt: skip
 
 

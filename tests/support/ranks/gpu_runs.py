@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedDDPStrategy
 from tests.support.ranks import modules as ddp_modules
+from tests.support.ranks.failing_runs import Ends
 from tests.support.ranks.modules import OwnData, rank
-from tests.support.ranks.runs import Ends, Fails, fit, net, trainer_of
+from tests.support.ranks.runs import Fails, fit, net, trainer_of
 
 MIB = 2**20
 CUDA = {"accelerator": "cuda"}

@@ -1,7 +1,6 @@
 """Runs of the ranks in the distributed tests: faults on one rank, and results of each fit."""
 
 import logging
-import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -12,25 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
-from lightning_unified.cost_model.rates import Rates
-from lightning_unified.errors import DryRunError, LightningUnifiedError
-from lightning_unified.hardware.allocators.settings import AllocatorSettings
-from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.combinations import Combination
-from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.first_batch.distributed import DistributedFirstStep, DistributedPlanning
-from lightning_unified.planner.first_batch.gather import RunSpeeds
-from lightning_unified.planner.first_batch.planning import StepPlanning
-from lightning_unified.planner.first_batch.step_budget import StepBudget
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import CountedMemory, StepTraces
 from lightning_unified.step.ranks import reduction
 from tests.support.lasting import Lasting
-from tests.support.ranks.modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
+from tests.support.ranks.modules import TEXT, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 
 MIB, GIB = 2**20, 2**30
-MAPPED = 64 * 2**10  # bytes from which the heap that is planned for maps a tensor by itself
-RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1.0)
 
 
 class Fails(L.Callback):
@@ -216,7 +201,10 @@ def net(kind: type[Any] = Net, **kinds: bool) -> Any:
 
 
 WINDOWS = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+
+
 UNUSED = "ddp_find_unused_parameters_true"
+
 
 SAME_AS_DDP = {
     "": {
@@ -355,114 +343,3 @@ def resumed(folder: str) -> dict[str, dict[str, Any]]:
     straight = run("straight", Fails("backward", batch=1), max_epochs=2)
     run("stopped", Fails("backward", batch=1))
     return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
-
-
-def planned() -> dict[str, Any]:
-    """Return fits in which the ranks have different budgets.
-
-    A budget is larger than needed, so small that one rank must recompute, or too small on one rank.
-    """
-    _for_certain()
-    short = _short()
-    found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, short)[rank()]), "short": short}
-    try:
-        _planned((GIB, 100_000)[rank()])
-    except LightningUnifiedError as error:
-        found["refused"] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def partly_planned() -> dict[str, Any]:
-    """Return a fit in which one rank cannot trace its step."""
-    _for_certain()
-    plan = DistributedPlanning.plan
-    DistributedPlanning.plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
-    return _planned(_short())
-
-
-def _short() -> int:
-    """Return a budget for half a batch with everything recomputed.
-
-    A whole batch does not fit even with everything recomputed. Half a batch does not fit without recomputation.
-    """
-    module = net(Blocks)
-    batch = next(iter(module.train_dataloader()))
-    counted = CountedMemory(reduction_bytes=MIB, allocator=AllocatorSettings(mmap_threshold=MAPPED))
-    planner = Planner(StepTraces(StepSpec(module=module, batch=batch), counted=counted))
-
-    def needed(blocks: Any, rows: int) -> int:
-        combination = Combination(precision="64-true", recompute=RecomputePolicy(blocks=blocks))
-        return planner.predict(combination, micro_batch_size=rows).reserved_bytes
-
-    rows = len(batch)
-    fits, too_much = needed("all", rows // 2), min(needed(0, rows // 2), needed("all", rows))
-    assert too_much > 1.2 * fits, "nothing to choose between: the module's activations must outweigh all else"
-    return (fits + too_much) // 2
-
-
-def _for_certain() -> None:
-    """Plan at any budget, at speeds that make micro-batches dearer than any recomputation.
-
-    The planned heap maps each large tensor separately. With glibc's default, holes between tensors would decide whether a step
-    fits. These holes change with every byte that a step allocates.
-    """
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
-    DistributedFirstStep._is_worth_it = lambda *_: True
-    RunSpeeds.rates = RATES
-    compared = StepPlanning.combinations
-    StepPlanning.combinations = lambda self: compared(self)[:2]  # nothing and everything recomputed
-
-
-def _planned(left: int) -> dict[str, Any]:
-    StepBudget.left = property(lambda _: left)
-    strategy = UnifiedDDPStrategy()
-    done = fit(net(Blocks), strategy, use_distributed_sampler=False)
-    return {**done, "plan": strategy.plan}
-
-
-def _untraced() -> None:
-    raise DryRunError("a test")
-
-
-class Ends(L.Callback):
-    """Ends one rank's process in the middle of training, without an error."""
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if rank() == 1 and batch_idx == 2:
-            os._exit(7)
-
-
-def broken(kind: type[Net]) -> Any:
-    return fit(net(kind), unplanned())
-
-
-def unrecovered(phase: str) -> Any:
-    return fit(net(), unplanned(recover=False), Fails(phase))
-
-
-def half_written() -> Any:
-    """Run a fit in which memory runs out after one rank wrote some weights.
-
-    The other rank has written no weights.
-    """
-    return fit(net(), unplanned(), Fails("half written", on=0), Fails("optimizer step", on=1))
-
-
-def dying() -> Any:
-    return fit(net(), unplanned(), Ends())
-
-
-def refusals() -> dict[str, str]:
-    """Return the refusal of each module."""
-    return {
-        **{name: _refusal(net(kind)) for name, kind in REFUSED.items()},
-        "SyncBatchNorm": _refusal(net(norm=True), sync_batchnorm=True),
-    }
-
-
-def _refusal(module: L.LightningModule, **options: Any) -> str:
-    try:
-        fit(module, unplanned(), **options)
-    except (LightningUnifiedError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"

@@ -17,6 +17,7 @@ from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.distributed import Offer, settled
 from tests.support.lanes import slow, some
 from tests.support.ranks import compressor as ddp_compressor
+from tests.support.ranks import failing_runs, planned_runs
 from tests.support.ranks import modules as ddp_modules
 from tests.support.ranks import runs as ddp_runs
 from tests.support.ranks.processes import Ended, on_ranks
@@ -33,12 +34,12 @@ def recovered(*names):
 
 @pytest.fixture(scope="module")
 def foreseen():
-    return on_ranks(ddp_runs.planned)
+    return on_ranks(planned_runs.planned)
 
 
 @pytest.fixture(scope="module")
 def refusals():
-    return on_ranks(ddp_runs.refusals)
+    return on_ranks(failing_runs.refusals)
 
 
 def alike(one, other):
@@ -155,7 +156,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_told(kind, own, text):
-    first, second = on_ranks(ddp_runs.broken, kind)
+    first, second = on_ranks(failing_runs.broken, kind)
 
     assert (first.kind, second.kind) == ("RankError", own)
     assert text in first.text
@@ -163,14 +164,14 @@ def test_an_error_on_one_rank_ends_all_and_is_told(kind, own, text):
 
 @pytest.mark.parametrize("phase", some(["forward", "optimizer step"], "forward"))
 def test_all_end_where_nothing_is_to_be_repeated(phase):
-    first, second = on_ranks(ddp_runs.unrecovered, phase)
+    first, second = on_ranks(failing_runs.unrecovered, phase)
 
     assert (first.kind, second.kind) == ("RankError", "RuntimeError")
     assert "rank 1 failed: RuntimeError: [enforce fail at alloc_cpu.cpp" in first.text
 
 
 def test_weights_half_written_with_no_whole_ones_anywhere_end_all_ranks():
-    first, second = on_ranks(ddp_runs.half_written)
+    first, second = on_ranks(failing_runs.half_written)
 
     assert (first.kind, second.kind) == ("HalfUpdatedError", "RankError")
     assert "rank 0 had written some" in second.text
@@ -178,7 +179,7 @@ def test_weights_half_written_with_no_whole_ones_anywhere_end_all_ranks():
 
 @pytest.mark.slow
 def test_a_rank_that_is_gone_is_named():
-    first, second = on_ranks(ddp_runs.dying)
+    first, second = on_ranks(failing_runs.dying)
 
     assert (first.kind, second.kind) == ("RankError", "Gone")
     assert "no answer from rank 1" in first.text
@@ -225,7 +226,7 @@ def test_what_ranks_reduce_through_is_counted_as_a_workspace(foreseen):
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_trace_its_step_goes_by_the_others_plan():
-    first, second = on_ranks(ddp_runs.partly_planned)
+    first, second = on_ranks(planned_runs.partly_planned)
 
     assert second["plan"].prediction is None
     assert first["largest"] == second["largest"] == first["plan"].prediction.rows < 16

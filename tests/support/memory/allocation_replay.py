@@ -2,24 +2,19 @@
 
 from collections.abc import Iterable
 
-from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments
 from lightning_unified.units import MIB
 
-_GIVEN_BACK = ("segment_free", "segment_unmap")
 _CUBLAS_WORKSPACE = 32 * MIB  # on the GPU generation of the recordings, Hopper
 
 
-def replay(
-    events: Iterable[tuple[str, int, int]], *, expandable_segments: bool | None = None, weights: int | None = None
-) -> tuple[int, int]:
+def replay(events: Iterable[tuple[str, int, int]], *, weights: int | None = None) -> tuple[int, int]:
     """Replay a CUDA allocation history, and return its peaks by the model of the allocator.
 
     Args:
         events: `action`, `addr` and `size` of each entry of `torch.cuda.memory._snapshot()["device_traces"]`, of one stream
             and from the first allocation on. Allocations and frees are replayed; of the allocator's own actions only the
             release of free segments is.
-        expandable_segments: Whether segments were expandable; None looks for an entry that shows it.
         weights: Number of allocations before the first computation; None counts those before the first free. cuBLAS's first
             product is taken to be at its workspace of 32 MiB.
 
@@ -27,9 +22,7 @@ def replay(
         Peaks of allocated and of reserved bytes.
     """
     entries = list(events)
-    if expandable_segments is None:
-        expandable_segments = any(action == "segment_map" for action, _, _ in entries)
-    pools = ExpandableSegments() if expandable_segments else CudaSegments()
+    pools = CudaSegments()
     blocks: dict[int, Block] = {}
     allocated, most, reserved, count, before = 0, 0, 0, 0, ""
     first = _first_that_ends(entries) if weights is None else weights
@@ -46,7 +39,7 @@ def replay(
             allocated -= blocks[address].size
         elif action == "free_completed" and address in blocks:
             pools.give_back(blocks.pop(address))
-        elif action in _GIVEN_BACK and before not in _GIVEN_BACK:
+        elif action == "segment_free" and before != "segment_free":
             pools.release()
         before = action
     return most, reserved

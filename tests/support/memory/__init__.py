@@ -1,0 +1,1 @@
+"""Made traces, and references for models of allocators and of hidden memory."""

@@ -1,0 +1,1 @@
+"""Networks of many kinds, for dry runs and for exactness checks."""
