@@ -49,12 +49,29 @@ class FaultWatch:
         self.canary = Canary(module, optimizers, device)
         self._messages: Messages = _standard_error() if machine is None else machine.command_queue
         self._wait: Callable[[], None] = torch.mps.synchronize if machine is None else machine.command_queue.wait
+        self._noted: tuple[str, bool] | None = None
 
     def wait(self) -> None:
         """Wait until the device has run all work so far, so that the next work gets a command buffer of its own."""
         self._wait()
 
+    def note(self) -> None:
+        """Wait for the device, and remember for `found` what it lost since the last look."""
+        found, is_missing = self.look()
+        if found is not None and self._noted is None:
+            self._noted = found, is_missing
+
+    def take_noted(self) -> tuple[str | None, bool]:
+        """Return what `note` remembered, as `look` returns it, and forget it."""
+        noted, self._noted = self._noted, None
+        return noted or (None, False)
+
     def found(self) -> tuple[str | None, bool]:
+        """Return what `note` remembered, and forget it; if that is nothing, return what `look` returns."""
+        noted = self.take_noted()
+        return self.look() if noted[0] is None else noted
+
+    def look(self) -> tuple[str | None, bool]:
         """Wait for the device, and return what it lost since the last look.
 
         One more mark goes ahead, into the command buffer that is still open.

@@ -5,9 +5,12 @@ When the canary and the runtime's messages are read (`step.faults`), and why the
 | when | what follows a fault | cost |
 |---|---|---|
 | after a batch's last backward pass, before the optimizer writes | the batch is undone and repeated | the host waits for the device |
-| at the start of the next batch, before a validation, before a checkpoint is written, at the end of the fit | the weights may be garbage: the run stops, and no checkpoint is written | at the start of a batch almost none: the batch's blocking copy to the device has just waited (aten/src/ATen/native/mps/operations/Copy.mm, torch 2.13) |
+| at the start of the next batch, once its state is copied, before a validation, before a checkpoint is written, at the end of the fit | the weights or the copies may be garbage: the run stops, and no checkpoint is written | at the start of a batch little: the batch's blocking copy to the device has just waited (aten/src/ATen/native/mps/operations/Copy.mm, torch 2.13) |
+| before copies of state are written back, after a trial run of the step | the trial is repeated, with the batch's attempt if it is part of one | one wait for each trial |
 | with `optimizer_rollback=True`, right after the optimizer's kernels | weights are copied back, and the batch is repeated | one more wait |
 | whenever a step raises an error | as above, if there was a fault: garbage leads to index errors, refused splits and failed checks | |
+
+The wait after the copies puts them in another command buffer than the step: a fault in the step cannot take them.
 
 The first reading cannot come later. The weights must not be written from garbage, and nothing on the device can hold the optimizer back
 for all optimizers. Where the loss is read each step anyway, its own wait comes right after and finds the device idle.
@@ -16,8 +19,9 @@ for all optimizers. Where the loss is read each step anyway, its own wait comes 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -26,16 +30,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import GpuFaultError, LightningUnifiedError
+from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.faults import FaultWatch
-from lightning_unified.step.loop.optimization import UnifiedOptimization
+from lightning_unified.step.loop.optimization import UnifiedOptimization, draws_its_batches
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.policy.gpu_faults import shorten_command_buffers
+from lightning_unified.step.recovery.snapshot import StateCopies
 from lightning_unified.step.split import BatchShape
 
 __all__ = ["FaultCheckedOptimization"]
 
 log = logging.getLogger("lightning_unified")
+
+T = TypeVar("T")
 
 # Judgement: a batch is repeated four times. Each repetition halves the micro-batches, so that the last one has command buffers of a
 # sixteenth of the length. A fault that survives this does not come from their length.
@@ -61,6 +69,33 @@ class _LostError(LightningUnifiedError):
     """The device lost work of this attempt."""
 
 
+class _CheckedCopies(StateCopies):
+    """Keeps lost work apart from copies of the state.
+
+    Copies that were lost, or whose writing back was lost, leave garbage. Only an attempt at the batch has further copies, made earlier.
+    Anywhere else the run stops. Evaluations are not repeated, so that nothing is looked for there.
+    """
+
+    def __init__(self, loop: "FaultCheckedOptimization", faults: FaultWatch) -> None:
+        self._loop, self._faults = loop, faults
+
+    @override
+    def made(self) -> None:
+        if self._loop.is_repeatable:
+            self._faults.note()
+        elif self._loop.trainer.training:
+            self._loop.settle()
+
+    @override
+    def needed(self) -> None:
+        if self._loop.trainer.training:
+            self._faults.note()
+
+    @override
+    def restored(self) -> None:
+        self._faults.canary.mark()
+
+
 class FaultCheckedOptimization(UnifiedOptimization):
     """Runs one optimization step, and repeats it if the GPU lost work of it without an error.
 
@@ -72,6 +107,7 @@ class FaultCheckedOptimization(UnifiedOptimization):
         super().__init__(trainer, policy, planner=planner)
         device, machine = trainer.strategy.root_device, policy.watch.machine
         self._faults = FaultWatch(trainer.lightning_module, trainer.optimizers, device=device, machine=machine)
+        self.state_copies = _CheckedCopies(self, self._faults)
         self._found: str | None = None
         self._repeated = 0
         self._is_shortened = self._has_evaluated = False
@@ -85,7 +121,7 @@ class FaultCheckedOptimization(UnifiedOptimization):
 
         A mere message after an evaluation is the evaluation's, and is reported.
         """
-        found, is_missing = self._faults.found()
+        found, is_missing = self._faults.look()
         evaluated, self._has_evaluated = self._has_evaluated, before_evaluation
         if found is not None and evaluated and not is_missing:
             self._policy.events.append(f"the GPU lost work of an evaluation ({found}); its results may be wrong")
@@ -98,9 +134,15 @@ class FaultCheckedOptimization(UnifiedOptimization):
         self.settle()
         return super().on_save_checkpoint()
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether an attempt is running, with copies of the state before it."""
+        return self._attempt is not None
+
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
-        self.settle()
+        if not self._policy.options.recover or draws_its_batches(kwargs):
+            self.settle()  # elsewhere it comes with the copies of the state
         self._repeated = 0
         try:
             return super().run(optimizer, batch_idx, kwargs)
@@ -109,6 +151,51 @@ class FaultCheckedOptimization(UnifiedOptimization):
         finally:
             self._faults.canary.is_active = False
         raise GpuFaultError(_UNREPEATED.format(found=found))
+
+    @override
+    def _prepared(self, batch: Any) -> Any:
+        if self._policy.batches.of("fit").prepare is None:
+            return batch
+        while True:
+            snapshot = self._snapshot(batch)
+            prepared, self._found = self._called(
+                lambda batch=batch: super(FaultCheckedOptimization, self)._prepared(batch)
+            )
+            if self._found is None:
+                return prepared
+            batch = snapshot.undo()
+            self._make_way(self._found, shape=None, attempt=0, batch=None)
+
+    @override
+    def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
+        plan_and_count = partial(super()._plan_and_count, kwargs, shape, batch_idx=batch_idx)
+        while True:
+            verdict = self._policy.splits.verdict
+            _, self._found = self._called(plan_and_count, reads=self._window is not None)
+            if self._found is None:
+                return
+            self._forget_since(verdict)
+            self._make_way(self._found, shape=shape, attempt=0, batch=None)
+
+    def _called(self, call: Callable[[], T], *, reads: bool = True) -> tuple[T | None, str | None]:
+        """Return the result of what comes before the attempts at a batch, and what the GPU lost of it, in words.
+
+        Without `reads`, the result depends on the device only by trial runs, which note what was lost.
+        """
+        self._faults.canary.is_active = True
+        try:
+            result = call()
+        except GpuFaultError:
+            raise
+        except Exception:
+            found, _ = self._faults.found()
+            if found is None or not self._policy.options.recover:
+                raise
+            return None, found
+        found, _ = self._faults.found() if reads else self._faults.take_noted()
+        if found is not None and not self._policy.options.recover:
+            raise _LostError(found)
+        return result, found
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -120,7 +207,7 @@ class FaultCheckedOptimization(UnifiedOptimization):
         verdict = self._policy.splits.verdict
         try:
             outputs, reason = super()._run_attempt(run)
-            if reason is None and self._closes_window and self._policy.options.optimizer_rollback:
+            if reason is not None or (self._closes_window and self._policy.options.optimizer_rollback):
                 self._require_whole()
         except _LostError as lost:
             self._found = str(lost)
@@ -132,10 +219,14 @@ class FaultCheckedOptimization(UnifiedOptimization):
             return outputs, reason
         if self._phase == "optimizer step" and not self._policy.options.optimizer_rollback:
             raise GpuFaultError(_WEIGHTS.format(found=self._found))
-        if self._policy.splits.verdict is not verdict:  # a check compared garbage
+        self._forget_since(verdict)
+        return None, self._found
+
+    def _forget_since(self, verdict: Verdict | None) -> None:
+        """Forget a verdict on splitting that is newer than `verdict`: a check compared garbage."""
+        if self._policy.splits.verdict is not verdict:
             self._policy.splits.verdict = verdict
             self._batches.forget_check()
-        return None, self._found
 
     @override
     def _make_way(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:

@@ -41,7 +41,7 @@ from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 
-__all__ = ["UnifiedOptimization"]
+__all__ = ["UnifiedOptimization", "draws_its_batches"]
 
 _DRAWS_BATCHES = (
     "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
@@ -107,18 +107,12 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch; if memory runs out, repeat it in smaller micro-batches while any are left."""
-        if _draws_its_batches(kwargs):
+        if draws_its_batches(kwargs):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._batches.splitter.shape(kwargs[key])
-        if self._planner is not None:
-            self._planner.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
-        if self._window is not None:
-            opens = batch_idx % self.trainer.accumulate_grad_batches == 0
-            count = partial(self._batches.loss_terms, kwargs, shape, batch_idx=batch_idx)
-            terms = insist(count, device=self._policy.watch.device)
-            self._window.begin(terms, opens=opens)
+        self._plan_and_count(kwargs, shape, batch_idx=batch_idx)
         if self._policy.options.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
@@ -130,6 +124,16 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._planner is not None:
             self._planner.batch_done()
         return outputs
+
+    def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
+        """Plan for the batch if its kind is new, and count the loss terms that it adds to its window."""
+        if self._planner is not None:
+            self._planner.look(next(iter(kwargs.values())), shape, step=partial(self._step_on, kwargs))
+        if self._window is not None:
+            opens = batch_idx % self.trainer.accumulate_grad_batches == 0
+            count = partial(self._batches.loss_terms, kwargs, shape, batch_idx=batch_idx)
+            terms = insist(count, device=self._policy.watch.device)
+            self._window.begin(terms, opens=opens)
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run a step that draws its own batches, once and whole."""
@@ -189,7 +193,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        if _draws_its_batches(kwargs):
+        if draws_its_batches(kwargs):
             return MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
         batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=batch_idx)
         self._device_check.compare(kwargs, is_split=batch.count > 1)
@@ -271,7 +275,7 @@ def _moves_by_hook(trainer: L.Trainer) -> bool:
     return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 
-def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
+def draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
     """Return whether `kwargs` are the arguments of `training_step(dataloader_iter)`.
 
     Source:

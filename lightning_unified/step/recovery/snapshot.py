@@ -16,7 +16,23 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import insist
 from lightning_unified.step.undo import BatchWatch, StateWatch
 
-__all__ = ["HeldGradients", "StepSnapshot", "forget_unscaled"]
+__all__ = ["HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
+
+
+class StateCopies:
+    """What a training loop does around copies of a step's state: nothing.
+
+    A loop with an attribute `state_copies` of a subclass does more (`step.loop.fault_checked`).
+    """
+
+    def made(self) -> None:
+        """Act on copies that were just made."""
+
+    def needed(self) -> None:
+        """Act before they are written back."""
+
+    def restored(self) -> None:
+        """Act after they were written back."""
 
 
 class StepSnapshot:
@@ -45,12 +61,15 @@ class StepSnapshot:
         self._trainer, self._watch, self._collection = trainer, state, results
         self._device = trainer.strategy.root_device
         self._generators = generators
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._copies: StateCopies = getattr(loop, "state_copies", None) or StateCopies()
         self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self._device)
+        self._copies.made()
         module = trainer.lightning_module
         # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
         self._results = {} if results is None else {key: dict(result.__dict__) for key, result in results.items()}
         self._batch_size = None if results is None else results.batch_size
-        optimizer = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+        optimizer = loop.optim_progress.optimizer
         trackers = (
             optimizer.step.total,
             optimizer.step.current,
@@ -67,6 +86,7 @@ class StepSnapshot:
         Raises:
             RunError: If a change cannot be undone.
         """
+        self._copies.needed()
         insist(partial(self._generators.restore, self._states), device=self._device)
         self._restore_results()
         for tracker, state in self._progress:
@@ -74,7 +94,9 @@ class StepSnapshot:
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
         forget_unscaled(self._trainer)
         insist(self.state.restore, device=self._device)
-        return self._batch.again()
+        batch = self._batch.again()
+        self._copies.restored()
+        return batch
 
     def undo(self) -> Any:
         """Restore everything after a failed attempt, and return the batch for the next one.

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torchmetrics import SumMetric
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import GpuFaultError
@@ -42,22 +43,47 @@ class Rows(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+class Counting(Rows):
+    """Rows with a metric that has counted already, and a prepared batch."""
+
+    def __init__(self, *, prepares=False) -> None:
+        super().__init__()
+        self.seen = SumMetric()
+        self.seen.update(100.0)
+        self.prepares = prepares
+
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(prepare=self.prepare if self.prepares else None)
+
+    def prepare(self, batch):
+        self.strike(batch)
+        probabilities = batch.sigmoid()
+        if not ((probabilities >= 0) & (probabilities <= 1)).all():
+            raise ValueError("garbage is no probability")
+        self.seen.update(probabilities.sum())
+        return probabilities
+
+    def strike(self, batch):
+        """Stands for a fault while the batch is prepared."""
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(batch.sum())
+        return super().training_step(batch, batch_idx)
+
+
 class Strikes(L.Callback):
-    """Aborts a command buffer at a point of the second batch."""
+    """Aborts a command buffer at a point of one batch."""
 
     done = Lasting()
 
-    def __init__(self, point, times=1, **abort):
-        self.point, self.times, self.abort = (
-            point,
-            times,
-            Abort(**{"after": 0, "operations": ALL, "says": False, **abort}),
-        )
+    def __init__(self, point, times=1, batch=1, **abort):
+        self.point, self.times, self.batch = point, times, batch
+        self.abort = Abort(**{"after": 0, "operations": ALL, "says": False, **abort})
 
     def _pass(self, trainer, point, batch_idx=1):
         if (
             point == self.point
-            and batch_idx == 1
+            and batch_idx == self.batch
             and self.done < self.times
             and self.done == trainer.strategy.recoveries
         ):
@@ -74,6 +100,8 @@ class Strikes(L.Callback):
             return loss
 
         module.training_step = training_step
+        if hasattr(module, "strike"):
+            module.strike = lambda _: self._pass(trainer, "prepare", trainer.fit_loop.total_batch_idx)
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self._pass(trainer, "optimizer step", 1 if trainer.global_step == 1 else 0)
@@ -187,6 +215,45 @@ def test_findings_of_a_check_on_garbage_are_dropped(tmp_path, twin):
     assert trainer.strategy.recoveries == 2
     assert trainer.strategy.policy.splits.verdict.conclusive
     assert torch.allclose(weights(module), twin)
+
+
+@pytest.mark.parametrize("leaves", ["stale", "nan"])
+@pytest.mark.parametrize("point", ["forward", "backward"])
+@pytest.mark.parametrize("window_mean", ["batches", "terms"])
+def test_a_trial_run_that_is_lost_leaves_the_state_as_it_was(tmp_path, window_mean, point, leaves):
+    options = {"micro_batch_size": 4, "check_split": True, "window_mean": window_mean}
+    torch.manual_seed(0)
+    twin, _ = train(tmp_path, module=Counting(), **options)
+    torch.manual_seed(0)
+    strikes = Strikes(point, batch=0, leaves=leaves)
+    module, trainer = train(tmp_path, strikes, module=Counting(), **options)
+
+    assert (strikes.done, trainer.strategy.recoveries) == (1, 1)
+    assert torch.allclose(module.seen.compute(), twin.seen.compute())
+    assert torch.allclose(weights(module), weights(twin))
+
+
+@pytest.mark.parametrize("leaves", ["stale", "nan"])
+def test_a_prepared_batch_that_is_lost_is_prepared_again(tmp_path, leaves):
+    torch.manual_seed(0)
+    twin, _ = train(tmp_path, module=Counting(prepares=True))
+    torch.manual_seed(0)
+    strikes = Strikes("prepare", leaves=leaves)
+    module, trainer = train(tmp_path, strikes, module=Counting(prepares=True))
+
+    assert (strikes.done, trainer.strategy.recoveries) == (1, 1)
+    assert torch.equal(module.seen.compute(), twin.seen.compute())
+    assert torch.equal(weights(module), weights(twin))
+
+
+def test_copies_that_are_lost_stop_the_run_before_the_step(tmp_path):
+    class Early(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.strategy.simulated.command_queue.abort(Abort(after=0, operations=ALL, says=False))
+
+    with pytest.raises(GpuFaultError, match="between two steps"):
+        train(tmp_path, Early(), module=Counting())
 
 
 def test_a_message_from_an_evaluation_is_reported_and_trains_on(tmp_path):
