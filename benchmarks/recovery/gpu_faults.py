@@ -7,6 +7,7 @@ faulty run is compared with an undisturbed run that has the same micro-batches f
 
 - forward, backward, optimizer step: a buffer from a random operation of that phase to the next wait of the host, without a message, so that
   the canary alone can detect it; with `optimizer_rollback=True` in the optimizer step;
+- trial run: the same in the exactness check's runs of the step, which come before the first split batch of a module with a metric;
 - stopped optimizer step: the same without a copy of the weights, where the run must stop;
 - message only: one to three operations between two marks of the canary, with the runtime's message;
 - repeated: forward, two to four times in a row;
@@ -34,6 +35,7 @@ from weakref import WeakKeyDictionary
 import lightning as L
 import torch
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from benchmarks.records import markdown, origin, prepare, write
 from benchmarks.recovery.gpu_fault_checks import BATCHES, ROWS, Layers, costs_of, data, trainer_of
@@ -46,13 +48,35 @@ BAR_MS = 0.2
 MACHINE = "m2-16gb"
 TO_THE_NEXT_WAIT = 10**9
 SEEDS = 5  # of weights and rows: twins of the same sizes are then trained once
-KINDS = ("forward", "backward", "optimizer step", "stopped optimizer step", "message only", "repeated", "persistent")
+KINDS = (
+    "forward",
+    "backward",
+    "optimizer step",
+    "trial run",
+    "stopped optimizer step",
+    "message only",
+    "repeated",
+    "persistent",
+)
 LIMIT = "short and silent"
 _POINT = {"backward": "backward", "optimizer step": "optimizer step", "stopped optimizer step": "optimizer step"}
 _OPERATIONS = {"forward": 20, "backward": 15, "optimizer step": 20}  # the first so many of a phase, which every run has
 
 # Beside the callbacks: the strategy puts a callback's own attributes back when it undoes a step.
 _STRUCK: "WeakKeyDictionary[Strikes, int]" = WeakKeyDictionary()
+
+
+class Counting(Layers):
+    """Layers with a metric that has counted already, so that lost copies of it show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SumMetric()
+        self.seen.update(100.0)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(batch.sum())
+        return super().training_step(batch, batch_idx)
 
 
 class Strikes(L.Callback):
@@ -99,26 +123,30 @@ class Smaller(L.Callback):
 
 def simulated(**options: Any) -> UnifiedStrategy:
     """Return the strategy of a simulated Mac, without predictions and checks, which take longest."""
-    return UnifiedStrategy(simulate=MACHINE, predict=False, check_split=False, **options)
+    return UnifiedStrategy(**{"simulate": MACHINE, "predict": False, "check_split": False, **options})
 
 
 @cache
-def undisturbed(folder: Path, seed: int, batch: int, size: int) -> Tensor:
-    """Return the weights of a run that has micro-batches of `size` rows from `batch` on."""
-    return trained(folder, seed, Smaller(batch, size))[1]
+def undisturbed(folder: Path, seed: int, batch: int, size: int, *, in_trial: bool) -> Tensor:
+    """Return the final state of a run that has micro-batches of `size` rows from `batch` on."""
+    return trained(folder, seed, Smaller(batch, size), in_trial=in_trial)[1]
 
 
-def trained(folder: Path, seed: int, *callbacks: L.Callback, rollback: bool = False) -> Any:
-    """Run one simulated fit; return the strategy, the weights, and the error it ended with."""
+def trained(folder: Path, seed: int, *callbacks: L.Callback, rollback: bool = False, in_trial: bool = False) -> Any:
+    """Run one simulated fit; return the strategy, the weights with the metric's state, and the error it ended with."""
     torch.manual_seed(seed % SEEDS)
-    module = Layers()
-    strategy = simulated(optimizer_rollback=rollback)
+    module = Counting() if in_trial else Layers()
+    options = {"check_split": True, "micro_batch_size": ROWS // 2} if in_trial else {}
+    strategy = simulated(optimizer_rollback=rollback, **options)
     error = None
     try:
         trainer_of(folder, strategy, *callbacks).fit(module, data())
     except GpuFaultError as failed:
         error = str(failed)
-    return strategy, torch.cat([p.detach().flatten() for p in module.parameters()]), error
+    state = [p.detach().flatten() for p in module.parameters()]
+    if isinstance(module, Counting):
+        state.append(module.seen.compute().flatten())
+    return strategy, torch.cat(state), error
 
 
 def drawn(seed: int, kind: str) -> Strikes:
@@ -136,19 +164,22 @@ def drawn(seed: int, kind: str) -> Strikes:
         spares_integers=kind == "message only",
     )
     times = {"repeated": draw.randint(2, 4), "persistent": 10**9}.get(kind, 1)
-    return Strikes(draw.randrange(BATCHES), point, abort, times=times)
+    batch = 0 if kind == "trial run" else draw.randrange(BATCHES)
+    return Strikes(batch, point, abort, times=times)
 
 
 def judged(folder: Path, seed: int, kind: str) -> dict[str, Any]:
     """Run one fault, and compare its weights with those of the undisturbed twin."""
-    strikes = drawn(seed, kind)
+    strikes, in_trial = drawn(seed, kind), kind == "trial run"
     folder = folder / f"{kind}-{seed}"
-    strategy, weights, error = trained(folder, seed, strikes, rollback=kind in ("optimizer step", LIMIT))
+    strategy, weights, error = trained(
+        folder, seed, strikes, rollback=kind in ("optimizer step", LIMIT), in_trial=in_trial
+    )
     size = strategy.micro_batch_size or ROWS
     saved = folder / "gpu_fault.ckpt"
     lost = strategy.simulated.command_queue.lost
     if error is None:
-        same = torch.equal(weights, undisturbed(folder, seed % SEEDS, strikes.batch, size))
+        same = torch.equal(weights, undisturbed(folder, seed % SEEDS, strikes.batch, size, in_trial=in_trial))
     else:
         same = None if kind == "stopped optimizer step" else saved_as_undisturbed(folder, seed, strikes, saved)
     saved.unlink(missing_ok=True)
