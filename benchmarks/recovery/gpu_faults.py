@@ -133,7 +133,7 @@ def undisturbed(folder: Path, seed: int, batch: int, size: int, *, in_trial: boo
 
 
 def trained(folder: Path, seed: int, *callbacks: L.Callback, rollback: bool = False, in_trial: bool = False) -> Any:
-    """Run one simulated fit; return the strategy, the weights with the metric's state, and the error it ended with."""
+    """Run one simulated fit; return the strategy, the final state, and the error it ended with."""
     torch.manual_seed(seed % SEEDS)
     module = Counting() if in_trial else Layers()
     options = {"check_split": True, "micro_batch_size": ROWS // 2} if in_trial else {}

@@ -10,6 +10,7 @@ from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.models.causal_lm.weights import build_language_model
 from lightning_unified.models.finetune import __main__ as command
 from lightning_unified.models.finetune.data.rows import ExampleRows
+from lightning_unified.models.finetune.presets import PRESETS
 from lightning_unified.models.finetune.use.answering import Answerer, prompt_of, stop_ids
 from lightning_unified.models.finetune.use.evaluation import evaluate, held_out
 from lightning_unified.models.finetune.use.export import merged, write_adapters, write_merged
@@ -23,6 +24,9 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, top_k=0, top_p=1.0)
 IDS = torch.arange(20)[None]
+LLAMA3_SCALING = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 COUNTS = {"batch_size": 3, "samples": 2, "max_new_tokens": 5}
 
 
@@ -138,6 +142,28 @@ def test_a_merged_folder_is_read_by_mlx_lm(load, tmp_path):
     found = torch.tensor(model(mx.array(IDS.tolist())).astype(mx.float32).tolist())
 
     torch.testing.assert_close(found, logits(merged(module.policy)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "older"),
+    [
+        ("smollm2_135m", {"rope_theta": 100_000.0}),
+        ("llama3_2_1b", {"rope_theta": 500_000.0, "rope_scaling": LLAMA3_SCALING}),
+        ("gemma3_1b", {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6}),
+    ],
+)
+def test_a_merged_folder_has_the_names_that_mlx_lm_reads(load, tmp_path, preset, older):
+    small = {name: TINY[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
+    changed = {**PRESETS[preset].architecture, **small, "num_hidden_layers": 6, "head_dim": 8, "intermediate_size": 16}
+    module = load("full")
+    module.policy = build_language_model(changed)
+    write_merged(module, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    assert {name: config.get(name) for name in older} == older
+    assert read.config.rope_parameters == module.policy.config.rope_parameters
+    assert torch.equal(logits(read), logits(module.policy))
 
 
 def test_a_merged_folder_begins_a_new_training(load, tmp_path):

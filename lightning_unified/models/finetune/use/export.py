@@ -1,6 +1,7 @@
 """Write a fine-tuned model as safetensors: merged for transformers and mlx-lm, or its adapters for peft."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def write_merged(module: Finetune, folder: Path, *, dtype: str | None = None) ->
         model = model.to(DTYPES[dtype])
     with without_progress_bars():
         model.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    _add_older_names(folder / "config.json")
     _write_tokenizer(module.chat, folder)
     return sorted(file.name for file in folder.iterdir())
 
@@ -100,6 +102,24 @@ def merged(policy: nn.Module) -> nn.Module:
         path, _, own = name.rpartition(".")
         setattr(inner[path], own, base)
     return copied.requires_grad_(requires_grad=False)
+
+
+def _add_older_names(file: Path) -> None:
+    """Repeat the settings of rotary positions and sliding windows under their names before transformers 5.
+
+    mlx-lm 0.32 reads only those for Llama, Qwen2 and Gemma 3. It falls back to defaults of its own without a message, and then computes other
+    logits. transformers 5 reads the new names where both are there.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    rotary = config.get("rope_parameters") or {}
+    main = rotary.get("full_attention", rotary)
+    older = {"rope_theta": main.get("rope_theta")}
+    if main.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {name: value for name, value in main.items() if name != "rope_theta"}
+    older["rope_local_base_freq"] = rotary.get("sliding_attention", {}).get("rope_theta")
+    older["sliding_window_pattern"] = config.get("_sliding_window_pattern")
+    added = {name: value for name, value in older.items() if value is not None and name not in config}
+    file.write_text(json.dumps({**config, **added}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(chat: ChatTokenizer, folder: Path) -> None:
