@@ -201,3 +201,15 @@ def test_python_answers_without_a_file():
     assert len(found) > 500
     assert len({one.content for one in found}) == len(found)
     assert {"role": "user", "content": "What does Python's math.sqrt do?"} in [one.messages[0] for one in found]
+
+
+@pytest.mark.parametrize("form", ["messages", "text"])
+def test_a_copy_of_the_data_in_another_folder_has_the_same_split(tmp_path, form):
+    rows = [{"messages": turns} if form == "messages" else {"text": turns[0]["content"]} for turns in conversations(20)]
+    found = []
+    for folder in ("a", "a copy"):
+        (tmp_path / folder).mkdir()
+        split = data(write_rows(tmp_path / folder / f"{folder}.jsonl", rows)).rows
+        found.append([one.checksum for one in split])
+
+    assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """Split examples without leakage, leave out duplicates, and describe lengths."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Sides:
 def split_examples(examples: Sequence[Example], *, fraction: float, seed: int) -> Sides:
     """Split examples by group, after leaving out copies.
 
-    Conversations with the same question (the text before the first answer) are one group, so that no answer of validation was learnt.
+    Conversations with the same question (the text before the first answer) are one group, so that no answer of validation was learnt. The
+    split depends on groups, contents and the seed, and on no path: a run may be resumed on a copy of the data.
 
     Raises:
         ValueError: If there are fewer than two groups.
@@ -50,18 +52,22 @@ def split_examples(examples: Sequence[Example], *, fraction: float, seed: int) -
     train, validation = _split_asked(asked, fraction=fraction, seed=seed) if asked else ([], [])
     leaked = 0
     if texts:
-        documents = [Document(group=one.group or one.where, text=one.text) for one in texts]
+        documents = [Document(group=_group(one), text=one.text) for one in texts]
+        places = {document.group: one.where for document, one in zip(documents, texts, strict=True)}
         parts = split(documents, fraction=fraction, seed=seed)
-        train += [_of_document(one) for one in parts.train]
-        validation += [_of_document(one) for one in parts.validation]
+        train += [Example(where=places[one.group], text=one.text) for one in parts.train]
+        validation += [Example(where=places[one.group], text=one.text) for one in parts.validation]
         leaked = parts.dropped_lines
     return Sides(train=train, validation=validation, duplicates=len(examples) - len(kept), leaked_lines=leaked)
 
 
+def _group(example: Example) -> str:
+    """Return the example's own group, or one of its content: the split must not depend on where the file lies."""
+    return example.group or hashlib.sha256(_normal(example.content).encode()).hexdigest()
+
+
 def _split_asked(examples: list[Example], *, fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
-    documents = [
-        Document(group=one.group or one.where, text=one.content, keys=tuple(_questions([one]))) for one in examples
-    ]
+    documents = [Document(group=_group(one), text=one.content, keys=tuple(_questions([one]))) for one in examples]
     groups = [document.group for document in merge_groups(documents)]
     sizes: dict[str, int] = defaultdict(int)
     for group in groups:
@@ -144,10 +150,6 @@ def describe_lengths(lengths: Sequence[int]) -> str:
 def _questions(examples: Sequence[Example]) -> set[str]:
     """Return the questions of examples; a conversation that begins with an answer has none."""
     return {question for one in examples if (question := _normal(one.question))}
-
-
-def _of_document(document: Document) -> Example:
-    return Example(where=document.group, text=document.text)
 
 
 def _normal(text: str) -> str:
