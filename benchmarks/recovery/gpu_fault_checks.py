@@ -78,7 +78,7 @@ class Timed(L.Callback):
 
     def on_train_start(self, trainer, pl_module):
         watch = trainer.fit_loop.epoch_loop.automatic_optimization._faults
-        watch.found, watch.canary.mark = self._timed(watch.found), self._timed(watch.canary.mark)
+        watch.look, watch.canary.mark = self._timed(watch.look), self._timed(watch.canary.mark)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._checks_s, self._began = 0.0, time.perf_counter()
