@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unified.nn.compiled import COMPILED_CALL
 from lightning_unified.nn.lazy_logits import LinearLogits, UnknownLogitsError, recorded_logits
 from lightning_unified.nn.token_log_probs import token_log_probs_and_entropy
 
@@ -69,9 +70,11 @@ def linear_logits(model: Any, tokens: Tensor, **inputs: Any) -> LinearLogits:
         ValueError: If the logits are not a linear layer followed by element-wise operations.
     """
     lm = _without_wrapper(model)
+    lm = getattr(lm, "_orig_mod", lm)
+    forward = lm if vars(lm).get(COMPILED_CALL) is None else lm.forward  # a compiled head records nothing
 
     def run() -> Any:
-        return lm(input_ids=tokens, use_cache=False, return_dict=True, **inputs).logits
+        return forward(input_ids=tokens, use_cache=False, return_dict=True, **inputs).logits
 
     try:
         found = recorded_logits(head_of(model), run)

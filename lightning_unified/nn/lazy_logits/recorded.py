@@ -84,7 +84,7 @@ class _Recorder(StandIn):
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            self.why_not = "it is compiled as a whole; compile its blocks instead"
+            self.why_not = "its head is compiled; compile the blocks of the model alone"
             return self.function(hidden)
         call = _Unread(self.module, self.function, 1, autocast_dtype(hidden.device.type), set(), weakref.WeakSet())
         return lazy_output(call, hidden, is_tracked=False)

@@ -81,6 +81,17 @@ def test_the_logits_are_the_models_own(family, dtype):
     assert "forward" not in vars(model.get_output_embeddings())
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_is_compiled_as_a_whole_is_recorded_uncompiled(in_place):
+    model = tiny("granite")
+    compiled = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    found = linear_logits(compiled, IDS)
+
+    torch.testing.assert_close(found.computed(), model.forward(input_ids=IDS).logits)
+
+
 def test_a_cast_to_float32_alone_needs_no_transform_in_half_precision():
     model = tiny().bfloat16()
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits.float())
@@ -134,6 +145,13 @@ def test_what_cannot_run_in_chunks_is_refused_by_name(change, why):
     ):
         check_head(model)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_a_compiled_head_is_refused():
+    model = tiny()
+    model.lm_head.compile(backend="eager")
+    with pytest.raises(ValueError, match="its head is compiled; compile the blocks of the model alone"):
+        check_head(model)
 
 
 def test_a_sliced_vocabulary_is_refused():
