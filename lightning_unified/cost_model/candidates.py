@@ -37,11 +37,10 @@ class Option:
         attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
         changes: Number of the user's own settings that this option changes. Of two plans with equal time, fewer changes win.
         least_seconds: Function of the number of micro-batches that returns a lower bound of the step time, known without
-            traces. The search raises predictions below the bound to it. The bound never falls with more micro-batches. With a
-            bound the search traces the option only while it can win. None traces it in any case and lists its best split
-            among the alternatives.
-        split: Rows of each micro-batch, if only this split is searched; None searches all. Options with a split come in the
-            order of their lower bounds.
+            traces. The search raises predictions below the bound to it. The bound never falls with more micro-batches.
+        split: Rows of each micro-batch, if only this split is searched. Options with a split come in the order of their lower
+            bounds, and the search traces them only while they can win. None searches all splits, and lists the best one among
+            the alternatives.
         no_faster_than: Traces of a step that is never slower than this option; predictions are raised to its time.
     """
 

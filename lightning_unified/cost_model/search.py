@@ -155,7 +155,7 @@ class _Measure:
         work.
         """
         fewest = splits[0]
-        is_known = option.least_seconds is None  # otherwise the peak may be a lower bound only, and enough
+        is_known = option.split is None  # otherwise the peak may be a lower bound only, and enough
         if len(splits) == 1 or (not is_known and _peak(option, fewest) > self.budget_bytes):
             return False
         if self._seconds(option, fewest, self.rates) <= by * _EQUAL:
@@ -225,7 +225,8 @@ def _splits_left(
     for by, plan in fitting:
         memory_options = all(getattr(option, name) == getattr(by, name) for name in _EQUAL_IN)
         more = by.loss_chunk == option.loss_chunk and by.again < option.again
-        same = memory_options and (more or (option.no_faster_than is by.traces and by.again <= option.again))
+        slower = option.split is not None and option.no_faster_than is by.traces and by.again <= option.again
+        same = memory_options and (more or slower)
         split = next(split for split in splits if len(split) == plan.parts)
         if same and (plan.parts == 1 or (option.split is not None and _is_aligned(split, multiple))):
             fewest = min(fewest, plan.parts)

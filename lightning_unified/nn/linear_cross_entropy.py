@@ -4,6 +4,7 @@ With a vocabulary of 32,000, the logits of 2 x 512 tokens take 131 MB in fp32 an
 a 34-million-parameter model's weights. Here both exist for a few rows at a time.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
+from lightning_unified.nn.cross_entropy.derived import transformed
 from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, kernels_for
 
 __all__ = [
@@ -53,8 +55,9 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     reduction: Literal["none", "sum", "mean"] = "mean",
     chunk_rows: int | None = None,
+    transform: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return `cross_entropy(linear(hidden, weight, bias), labels)`.
+    """Return `cross_entropy(transform(linear(hidden, weight, bias)), labels)`.
 
     Labels of -100 are not scored.
 
@@ -79,6 +82,8 @@ def linear_cross_entropy(
         reduction: "sum" over the scored labels, their "mean" (NaN when none is scored, as in torch), or "none": a loss for each
             label, 0 where it is not scored, for callers that weight them.
         chunk_rows: Rows of a chunk; by default `chunk_rows_for(V, rows=...)`.
+        transform: What the model does with the layer's output of a chunk (N, V), for example a soft cap; None for nothing. It treats each
+            row by itself, and no gradient flows to other tensors in it.
 
     Returns:
         The loss, a scalar, or (...) with "none": in fp32 when the operands are of half precision, else in their own type.
@@ -89,7 +94,7 @@ def linear_cross_entropy(
     _check(hidden, weight, labels, reduction, chunk_rows)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     dtype = _dtype_of_products(flat)
-    kernels = kernels_for(flat, dtype)
+    kernels = kernels_for(flat, dtype) if transform is None else transformed(transform)
     fused = isinstance(kernels, Fused)
     if chunk_rows is None:
         rows = chunk_rows_for(weight.shape[0], rows=len(flat), logit_bytes=dtype.itemsize if fused else None)
@@ -97,7 +102,7 @@ def linear_cross_entropy(
         rows = chunk_rows
     is_reduced, only_hidden = reduction != "none", trains_only_hidden(flat, weight, bias)
     at_once = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
-    if _torch_does_it(flat) and not fused and not only_hidden:
+    if _torch_does_it(flat) and transform is None and not fused and not only_hidden:
         summed = is_reduced and weight.nbytes <= _CHUNK_BYTES
         losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
     else:

@@ -5,13 +5,15 @@ gradient has the same size. In this module, both exist for a few rows at a time.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for
 
 __all__ = ["filter_logits", "token_log_probs", "token_log_probs_and_entropy"]
@@ -30,22 +32,31 @@ def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tens
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    transform: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return `log_softmax(hidden @ weight.T / temperature)` at `tokens`.
+    """Return `log_softmax(transform(linear(hidden, weight, bias)) / temperature)` at `tokens`.
 
     The backward pass computes the chunks again. A frozen weight, as under low-rank adapters, gets no gradient. Products run in the
     operands' dtype or autocast's, the softmax and all sums in at least fp32.
 
     Shapes:
-        hidden (N, D), weight (V, D), tokens (N) int64 from 0 to V - 1.
+        hidden (N, D), weight (V, D), bias (V), tokens (N) int64 from 0 to V - 1.
 
     Args:
         hidden: See Shapes.
         weight: See Shapes.
         tokens: See Shapes.
+        bias: See Shapes.
         temperature: Divisor of the logits, as in sampling.
         chunk: Rows of a chunk; by default `chunk_rows_for(V, rows=N)`.
+        transform: See `lightning_unified.nn.linear_cross_entropy.linear_cross_entropy`.
 
     Returns:
         (N), in fp32 when the operands are of half precision, else in their own type.
@@ -53,22 +64,38 @@ def token_log_probs(
     Raises:
         ValueError: If the shapes do not fit, or `temperature` or `chunk` is not positive.
     """
-    return _both(hidden, weight, tokens, temperature=temperature, chunk=chunk, with_entropy=False)[0]
+    head = _Head(weight, bias, transform)
+    return _both(hidden, head, tokens, temperature=temperature, chunk=chunk, with_entropy=False)[0]
 
 
 def token_log_probs_and_entropy(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    transform: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `token_log_probs` and each row's entropy (N) in nats, which has no gradient.
 
     Arguments and errors are those of `token_log_probs`.
     """
-    return _both(hidden, weight, tokens, temperature=temperature, chunk=chunk, with_entropy=True)
+    head = _Head(weight, bias, transform)
+    return _both(hidden, head, tokens, temperature=temperature, chunk=chunk, with_entropy=True)
+
+
+class _Head(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+    transform: Callable[[Tensor], Tensor] | None
 
 
 def _both(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, *, temperature: float, chunk: int | None, with_entropy: bool
+    hidden: Tensor, head: _Head, tokens: Tensor, *, temperature: float, chunk: int | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
+    weight = head.weight
     if hidden.dim() != 2 or weight.dim() != 2 or (len(hidden), weight.shape[1]) != (tokens.numel(), hidden.shape[1]):
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and tokens {tuple(tokens.shape)} do not fit; they are "
@@ -84,7 +111,21 @@ def _both(
     device = hidden.device.type
     autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocasts else hidden.dtype
-    return _ChunkedLogProbs.apply(hidden, weight, tokens, temperature, rows, dtype, with_entropy)
+    how = _How(head.transform, temperature, rows, dtype, with_entropy)
+    return _ChunkedLogProbs.apply(hidden, weight, head.bias, tokens, how)  # pyright: ignore[reportReturnType]
+
+
+class _How(NamedTuple):
+    transform: Callable[[Tensor], Tensor] | None
+    temperature: float
+    rows: int
+    dtype: torch.dtype
+    with_entropy: bool
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the softmax and of sums."""
+        return torch.promote_types(self.dtype, torch.float32)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -93,19 +134,21 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, tokens, temperature, rows, dtype, with_entropy = args
-        ctx.save_for_backward(hidden, weight, tokens)
-        ctx.temperature, ctx.rows, ctx.dtype = temperature, rows, dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        log_probs = hidden.new_empty(len(hidden), dtype=wide)
-        entropies = hidden.new_empty(len(hidden) if with_entropy else 0, dtype=wide)
+        hidden, weight, bias, tokens, how = args
+        ctx.save_for_backward(hidden, weight, bias, tokens)
+        ctx.how = how
+        log_probs = hidden.new_empty(len(hidden), dtype=how.wide)
+        entropies = hidden.new_empty(len(hidden) if how.with_entropy else 0, dtype=how.wide)
         with torch.autocast(hidden.device.type, enabled=False):
-            operand = weight.to(dtype)
-            for start in range(0, len(hidden), rows):
-                part = slice(start, start + rows)
-                scores = _all_log_probs(hidden[part].to(dtype), operand, temperature=temperature)
+            operands = _operands(weight, bias, how.dtype)
+            for start in range(0, len(hidden), how.rows):
+                part = slice(start, start + how.rows)
+                logits = functional.linear(hidden[part].to(how.dtype), *operands)
+                if how.transform is not None:
+                    logits = how.transform(logits)
+                scores = _to_log_probs_(logits, how.temperature)
                 log_probs[part] = scores.gather(1, tokens[part, None]).squeeze(1)
-                if with_entropy:
+                if how.with_entropy:
                     entropies[part] = -(scores.exp().mul_(scores)).sum(1)
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
@@ -113,29 +156,50 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        hidden, weight, tokens = ctx.saved_tensors
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        (hidden, weight, bias, tokens), how = ctx.saved_tensors, ctx.how
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        outer = (grad_outputs[0] / ctx.temperature).unsqueeze(1)
+        grad_weight = torch.zeros_like(weight, dtype=how.wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=how.wide) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            operand = weight.to(ctx.dtype)
-            for start in range(0, len(hidden), ctx.rows):
-                part = slice(start, start + ctx.rows)
-                x = hidden[part].to(ctx.dtype)
-                gradient = _all_log_probs(x, operand, temperature=ctx.temperature).exp_().mul_(-outer[part])
-                gradient = gradient.scatter_add_(1, tokens[part, None], outer[part]).to(ctx.dtype)
+            operands = _operands(weight, bias, how.dtype)
+            for start in range(0, len(hidden), how.rows):
+                part = slice(start, start + how.rows)
+                x = hidden[part].to(how.dtype)
+                logits = functional.linear(x, *operands)
+                gradient = _gradient(logits, tokens[part], grad_outputs[0][part], how).to(how.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[part] = gradient @ operand
+                    grad_hidden[part] = gradient @ operands[0]
                 if grad_weight is not None:
                     grad_weight += gradient.T @ x
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0, dtype=how.wide)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
 
 
-def _all_log_probs(hidden: Tensor, weight: Tensor, *, temperature: float) -> Tensor:
-    """Return the log-probabilities (n, V) of all tokens in at least fp32, computed in place."""
-    logits = functional.linear(hidden, weight)
+def _operands(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _gradient(logits: Tensor, tokens: Tensor, outer: Tensor, how: _How) -> Tensor:
+    """Return the gradient (n, V) of the log-probabilities weighted by `outer` (n); it may overwrite `logits`."""
+    outer = (outer / how.temperature).unsqueeze(1)
+    if how.transform is None:
+        return _of_log_probs(logits, tokens, outer, how)
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad(), without_saved_tensor_hooks():
+        result = how.transform(leaf)
+    inner = _of_log_probs(result.detach().clone(), tokens, outer, how)  # autograd may have saved the result
+    return torch.autograd.grad(result, leaf, inner.to(result.dtype))[0]
+
+
+def _of_log_probs(logits: Tensor, tokens: Tensor, outer: Tensor, how: _How) -> Tensor:
+    gradient = _to_log_probs_(logits, how.temperature).exp_().mul_(-outer)
+    return gradient.scatter_add_(1, tokens[:, None], outer)
+
+
+def _to_log_probs_(logits: Tensor, temperature: float) -> Tensor:
+    """Return the log-probabilities (n, V) of all tokens in at least fp32; wide logits are overwritten."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
     return logits.sub_(logits.logsumexp(1, keepdim=True))

@@ -123,7 +123,7 @@ class Planner:
     ) -> Choice:
         combinations = self._that_differ(combinations)
         for _ in range(_ATTEMPTS):
-            options = self._promising(combinations, rates=rates) if only_best else self._options(combinations)
+            options = (self._promising if only_best else self._options)(combinations, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.parts == 1:
@@ -203,23 +203,24 @@ class Planner:
             return list(combinations)
         return [one for one in combinations if one.attention == own.attention]
 
-    def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
+    def _options(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
+        """Yield all combinations in their order."""
         always = always_compared(combinations)
         for index, combination in enumerate(combinations):
             if index >= always and self._has_traced_enough:
                 return
-            yield self._option(combination)
+            bounds = self._bounds(combinations[0], combination)
+            yield self._option(combination, bounds=bounds, least=bounds.seconds(combination, rates=rates))
 
     def _promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
         """Yield combinations and splits in the order of their lower bounds of seconds."""
-        own, splits = combinations[0], self._traces.splits
-        kinds = {one.attention: self._traces.bounds(replace(own, attention=one.attention)) for one in combinations}
-        bounds = [kinds[combination.attention] for combination in combinations]
+        splits = self._traces.splits
+        bounds = [self._bounds(combinations[0], one) for one in combinations]
         least = [each.seconds(one, rates=rates) for each, one in zip(bounds, combinations, strict=True)]
-        options = [
-            self._option(one, least=seconds, bounds=each)
-            for one, seconds, each in zip(combinations, least, bounds, strict=True)
-        ]
+        options = []
+        for one, seconds, each in zip(combinations, least, bounds, strict=True):
+            self._traces.of(one, bounds=each)  # its bytes have a lower bound
+            options.append(self._option(one, least=seconds, bounds=each))
         waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
         always = always_compared(combinations)
@@ -231,6 +232,9 @@ class Planner:
             if at + 1 < len(splits):
                 heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
 
+    def _bounds(self, own: Combination, combination: Combination) -> Bounds:
+        return self._traces.bounds(replace(own, attention=combination.attention))
+
     @property
     def _has_traced_enough(self) -> bool:
         return self._traces.operations - self._before > _MOST_OPERATIONS
@@ -238,9 +242,9 @@ class Planner:
     def _option(
         self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
     ) -> Option:
-        own = None if bounds is None or bounds.own == combination else bounds.own
+        own = None if bounds is None or bounds.own.loss_chunk == combination.loss_chunk else bounds.own
         option = Option(
-            traces=self._traces.of(combination, bounds=bounds),
+            traces=self._traces.of(combination),
             recompute="none" if combination.recompute is None else str(combination.recompute),
             again=combination.again,
             precision=combination.precision,
@@ -249,7 +253,7 @@ class Planner:
             attention=combination.attention,
             changes=combination.changes,
             least_seconds=least,
-            no_faster_than=None if own is None or combination.loss_chunk == own.loss_chunk else self._traces.of(own),
+            no_faster_than=None if own is None else self._traces.of(own),
         )
         self._combinations[_key(option)] = combination
         return option

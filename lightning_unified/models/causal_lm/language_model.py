@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unified.nn.compiled import COMPILED_CALL
+from lightning_unified.nn.lazy_logits import LinearLogits, UnknownLogitsError, recorded_logits
 from lightning_unified.nn.token_log_probs import token_log_probs_and_entropy
 
-__all__ = ["causal_lm", "check_head", "decoder_of", "evaluating", "forward_last", "head_of", "score"]
+__all__ = ["causal_lm", "check_head", "evaluating", "forward_last", "head_of", "linear_logits", "score"]
 
-_ROUNDING = 0.05  # judgement: rounding of half-precision logits relative to the largest; a relevant scale or soft cap exceeds it
+_CHECKED = (2, 8)  # rows and tokens of the batch whose logits are compared
 
 
 def causal_lm(model: Any) -> Any:
@@ -34,54 +36,84 @@ def causal_lm(model: Any) -> Any:
     return lm
 
 
-def decoder_of(model: Any) -> nn.Module:
-    """Return the module that computes hidden states, adapters included, also inside a wrapper."""
-    return _without_wrapper(model).get_decoder()
-
-
 def _without_wrapper(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def head_of(model: Any) -> Tensor:
-    """Return the weight (V, D) of the model's output layer.
+def head_of(model: Any) -> nn.Linear:
+    """Return the model's output layer.
 
     Raises:
-        ValueError: If it is not a plain linear layer without a bias, for example because it has an adapter.
+        ValueError: If it is not a plain linear layer, for example because it has an adapter.
     """
     head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.bias is None:
-        return head.weight
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return head
     found = "none" if head is None else f"a {type(head).__name__}"
-    with_bias = " with a bias" if isinstance(head, nn.Linear) else ""
     raise ValueError(
         f"log-probabilities are computed in chunks from the weight of the output layer, and {type(model).__name__} has "
-        f"{found}{with_bias}; leave lm_head out of lora_targets, or take a model whose head is a plain linear layer."
+        f"{found}; leave lm_head out of lora_targets, or take a model whose head is a plain linear layer."
     )
+
+
+def linear_logits(model: Any, tokens: Tensor, **inputs: Any) -> LinearLogits:
+    """Run the model without computing its logits (R, S, V), and return how it computes them.
+
+    The model's own forward runs, so a scale, a cap or a cast before or after its head is part of the result.
+
+    Args:
+        model: A causal language model of transformers, bare or wrapped by peft.
+        tokens: Token ids (R, S).
+        inputs: Other arguments of the model.
+
+    Raises:
+        ValueError: If the logits are not a linear layer followed by element-wise operations.
+    """
+    lm = _without_wrapper(model)
+    lm = getattr(lm, "_orig_mod", lm)
+    forward = lm if vars(lm).get(COMPILED_CALL) is None else lm.forward  # a compiled head records nothing
+
+    def run() -> Any:
+        return forward(input_ids=tokens, use_cache=False, return_dict=True, **inputs).logits
+
+    try:
+        found = recorded_logits(head_of(model), run)
+        if found.hidden.shape[:-1] != tokens.shape:
+            raise UnknownLogitsError(
+                f"the head runs on {list(found.hidden.shape[:-1])} positions of {list(tokens.shape)}"
+            )
+    except UnknownLogitsError as error:
+        raise _refusal(lm, str(error)) from None
+    return found
 
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Check that the model's logits are its hidden states times its head.
+    """Check on a few random tokens that `linear_logits` gives the model's logits.
 
-    With a soft cap or a scale in between, training would change another policy than the one sampled.
+    With others, training would change another policy than the one sampled.
 
     Raises:
         ValueError: If they differ.
     """
-    weight = head_of(model)
-    ids = torch.arange(2, device=weight.device)[None] % len(weight)
+    head = head_of(model)
+    ids = torch.randint(len(head.weight), _CHECKED, generator=torch.Generator().manual_seed(0)).to(head.weight.device)
     with evaluating(model):
-        logits = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    own = (hidden @ weight.to(hidden.dtype).T).float()
-    differs = float((own - logits).abs().max()) > _ROUNDING * float(logits.abs().max().clamp(min=1e-3))
-    # an untrained model's logits are far below a cap, so the comparison cannot show it
-    if differs or getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
-        raise ValueError(
-            f"the logits of {type(model).__name__} are not its last hidden states times the weight of its head (a soft cap or a scale is in "
-            "between), which a loss in chunks takes them for; use a model without it."
-        )
+        logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
+        own = linear_logits(model, ids).computed()
+    if own.shape != logits.shape:
+        raise _refusal(model, f"they are {list(logits.shape)}, and those of its head {list(own.shape)}")
+    rounding = torch.finfo(logits.dtype).eps ** 0.5 * float(logits.abs().max().clamp(min=1e-3))
+    if (difference := float((own - logits).abs().max())) > rounding:
+        raise _refusal(model, f"they differ by {difference:.2g} from those of its head and the operations after it")
+
+
+def _refusal(model: Any, why: str) -> ValueError:
+    return ValueError(
+        f"the logits of {type(model).__name__} cannot be computed in chunks: {why}. Chunks know a linear head followed by element-wise "
+        "operations with numbers or constants. Take another model, or train it by a LightningModule of your own with "
+        "UnifiedStrategy, which computes all logits where it must."
+    )
 
 
 def score(
@@ -103,11 +135,17 @@ def score(
         temperature: Divisor of the logits.
         chunk: See `token_log_probs`.
     """
-    hidden = decoder_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+    logits = linear_logits(model, tokens)
     places = start[:, None] - 1 + torch.arange(chosen.shape[1], device=tokens.device)
-    places = places.clamp(0, tokens.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[-1])
+    places = places.clamp(0, tokens.shape[1] - 1)[..., None].expand(-1, -1, logits.hidden.shape[-1])
     log_probs, entropy = token_log_probs_and_entropy(
-        hidden.gather(1, places).flatten(0, 1), head_of(model), chosen.flatten(), temperature=temperature, chunk=chunk
+        logits.hidden.gather(1, places).flatten(0, 1),
+        logits.weight,
+        chosen.flatten(),
+        bias=logits.bias,
+        temperature=temperature,
+        chunk=chunk,
+        transform=logits.transform,
     )
     return log_probs.view(chosen.shape), entropy.view(chosen.shape)
 

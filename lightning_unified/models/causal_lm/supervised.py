@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.causal_lm.labelled_rows import has_values, labelled
-from lightning_unified.models.causal_lm.language_model import check_head, decoder_of, head_of
+from lightning_unified.models.causal_lm.language_model import check_head, head_of, linear_logits
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["SupervisedLanguageModel"]
@@ -22,7 +22,7 @@ class SupervisedLanguageModel(LightningModule):
     """Train a causal language model by the mean cross-entropy of labelled tokens.
 
     `prepare_batch` counts the labels once for the whole batch, before it is split. Losses of micro-batches of any size are divided by
-    this number, so they add up. Logits are computed in chunks from the last hidden states, at scored positions only.
+    this number, so they add up. Logits are computed in chunks, at scored positions only, with the model's own scale or cap.
 
     Shapes:
         Batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64; packed rows also have `positions` (B, S) int64. See
@@ -60,7 +60,7 @@ class SupervisedLanguageModel(LightningModule):
         """Return the batch as `training_step` takes it, see `labelled_rows`; a prepared one unchanged.
 
         Raises:
-            ValueError: If the model's logits are not its hidden states times its head; the first batch with values checks this.
+            ValueError: If the model's logits are not known from its head, see `check_head`; the first batch with values checks this.
         """
         if "total" in batch:
             return dict(batch)
@@ -87,14 +87,16 @@ class SupervisedLanguageModel(LightningModule):
     def cross_entropy(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the share of prepared rows of labelled tokens in their batch's mean loss."""
         inputs = {"position_ids": batch["positions"]} if "positions" in batch else {}
-        hidden = decoder_of(self.policy)(input_ids=batch["tokens"], use_cache=False, **inputs).last_hidden_state
-        scored = hidden.gather(1, batch["places"][..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = linear_logits(self.policy, batch["tokens"], **inputs)
+        scored = logits.hidden.gather(1, batch["places"][..., None].expand(-1, -1, logits.hidden.shape[-1]))
         total = linear_cross_entropy(
             scored,
-            weight=head_of(self.policy),
+            weight=logits.weight,
+            bias=logits.bias,
             labels=batch["targets"],
             reduction="sum",
             chunk_rows=self.loss_chunk_rows,
+            transform=logits.transform,
         )
         return total / max(batch["total"], 1)
 

@@ -9,10 +9,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.nn.lazy_logits.source import HeadCall, Source
-from lightning_unified.nn.lazy_logits.tensor import View, lazy
+from lightning_unified.nn.lazy_logits.tensor import LazyLogits, View, lazy
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
 
-__all__ = ["LazyHeads", "obstacles", "output_heads", "rows_of"]
+__all__ = ["LazyHeads", "autocast_dtype", "lazy_output", "obstacles", "output_heads", "rows_of"]
 
 _SAID: set[str] = set()  # of this process: a plan asks for the heads many times
 _PLAIN = "Its logits are computed at once, as without memory.loss_chunk."
@@ -137,11 +137,9 @@ class _StandIn(StandIn):
         if why := self._reason_against(hidden):
             warn_once(self._said, f"{self._name} runs as it is, because {why}. {_PLAIN}")
             return self.function(hidden)
-        call = HeadCall(self.module, self.function, self.rows, _autocast(hidden.device.type), self._said, self._alive)
-        classes, dtype = _result(call, hidden)
-        shape = (*hidden.shape[:-1], classes)
-        source = Source(call, hidden, (), shape)
-        return lazy(View(source, hidden, shape, len(shape) - 1, (), True), dtype)
+        dtype = autocast_dtype(hidden.device.type)
+        call = HeadCall(self.module, self.function, self.rows, dtype, self._said, self._alive)
+        return lazy_output(call, hidden, is_tracked=True)
 
     def _trains(self, hidden: Any) -> bool:
         if not isinstance(hidden, Tensor) or hidden.dim() < 2 or not torch.is_grad_enabled() or hidden.is_inference():
@@ -189,10 +187,18 @@ def _compiled(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def _autocast(device: str) -> torch.dtype | None:
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a type of devices; None where it is off."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
+
+
+def lazy_output(call: HeadCall, hidden: Tensor, *, is_tracked: bool) -> LazyLogits:
+    """Return the lazy logits of a call of a head."""
+    classes, dtype = _result(call, hidden)
+    shape = (*hidden.shape[:-1], classes)
+    return lazy(View(Source(call, hidden, (), shape), hidden, shape, len(shape) - 1, (), is_tracked), dtype)
 
 
 def _result(call: HeadCall, hidden: Tensor) -> tuple[int, torch.dtype]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
-from lightning_unified.nn.lazy_logits.replay import Loss, Replayed, replayed_losses
+from lightning_unified.nn.lazy_logits.replay import Loss, replayed, replayed_losses
 from lightning_unified.nn.lazy_logits.source import HERE, Source, Step
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy, trains_only_hidden
 
@@ -46,8 +46,8 @@ def _reduced(source: Source, hidden: Tensor, labels: Tensor, loss: Loss, classes
     products = call.autocast or hidden.dtype
     if not call.is_linear or any(one.requires_grad for step in steps for one in step.tensors):
         return _reduce(replayed_losses(call, source.steps, hidden, labels, loss), labels, loss, reduction)
-    if not all(_widens(step, products) for step in steps) or not loss.is_plain:
-        kernels = Replayed(source.steps, loss)
+    if not all(step.widens(products) for step in steps) or not loss.is_plain:
+        kernels = replayed(source.steps, loss)
         operands = {"hidden": hidden, "weight": head.weight, "bias": head.bias, "labels": labels}
         chunks = Chunks(**operands, rows=rows, dtype=products, kernels=kernels)
         at_once = reduction != "none" and trains_only_hidden(hidden, head.weight, head.bias)
@@ -97,11 +97,3 @@ def _number(step: Step) -> float | None:
         return float(others[0])
     is_quotient = name in ("div", "true_divide", "truediv") and step.args[0] is HERE and others[0]
     return 1 / others[0] if is_quotient else None
-
-
-def _widens(step: Step, products: torch.dtype) -> bool:
-    """Return whether a step only casts half precision to float32, in which chunks are computed anyway."""
-    if products.itemsize > 2:
-        return False
-    is_cast = step.operation is torch.Tensor.to and torch.float32 in (*step.args, *step.kwargs.values())
-    return step.operation is torch.Tensor.float or is_cast

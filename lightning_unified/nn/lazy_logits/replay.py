@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.nn.cross_entropy.kernels import kernels_for
-from lightning_unified.nn.lazy_logits.source import HeadCall, Step, trained_by, without_saved_tensor_hooks
+from lightning_unified.nn.cross_entropy.derived import Derived, without_saved_tensor_hooks
+from lightning_unified.nn.lazy_logits.source import HeadCall, Step, trained_by
 
-__all__ = ["Loss", "Replayed", "replayed_losses"]
+__all__ = ["Loss", "replayed", "replayed_losses"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,39 +48,15 @@ class Loss:
         return (self.weight[labels.where(scored, 0)] * scored).sum()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Replayed:
-    """Kernels of a chunk of logits that replay recorded operations.
+def replayed(steps: Sequence[Step], loss: Loss) -> Derived:
+    """Return kernels of a chunk of logits that replay recorded operations."""
 
-    They implement `lightning_unified.nn.cross_entropy.kernels.Kernels`.
-    """
-
-    steps: Sequence[Step]
-    loss: Loss
-
-    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
-        return self._losses(logits, labels), None
-
-    def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:  # noqa: ARG002
-        leaf = logits.detach().requires_grad_()
-        with torch.enable_grad(), without_saved_tensor_hooks():
-            (found,) = torch.autograd.grad(self._losses(leaf, labels), leaf, outer)
-        return found
-
-    def losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        leaf = logits.detach().requires_grad_()
-        with torch.enable_grad(), without_saved_tensor_hooks():
-            losses = self._losses(leaf, labels)
-            (found,) = torch.autograd.grad(losses, leaf, torch.ones_like(losses))
-        return losses.detach(), found
-
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        kernels_for(left, left.dtype).add_product(total, left, right)
-
-    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        for step in self.steps:
+    def of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+        for step in steps:
             logits = step(logits)
-        return self.loss.of_rows(logits, labels)
+        return loss.of_rows(logits, labels)
+
+    return Derived(of_rows)
 
 
 def replayed_losses(call: HeadCall, steps: Sequence[Step], hidden: Tensor, labels: Tensor, loss: Loss) -> Tensor:

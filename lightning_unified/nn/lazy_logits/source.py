@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_unified.nn.stand_in import warn_once
 
-__all__ = ["HERE", "HeadCall", "Source", "Step", "trained_by", "without_saved_tensor_hooks"]
+__all__ = ["HERE", "HeadCall", "Source", "Step", "trained_by"]
 
 HERE = object()  # the place of the logits among the arguments of a step
 
@@ -28,6 +28,16 @@ class Step:
     def tensors(self) -> list[Tensor]:
         """The tensors among the other arguments."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+
+    def widens(self, products: torch.dtype) -> bool:
+        """Return whether the step only casts half precision to float32, in which chunks are computed anyway.
+
+        `products` is the dtype of the head's output.
+        """
+        if products.itemsize > 2:
+            return False
+        is_cast = self.operation is torch.Tensor.to and torch.float32 in (*self.args, *self.kwargs.values())
+        return self.operation is torch.Tensor.float or is_cast
 
     def __call__(self, logits: Tensor, swaps: Mapping[int, Tensor] | None = None) -> Tensor:
         """Return the operation's result; `swaps` replaces tensors by their `id`."""
@@ -179,8 +189,3 @@ class Source:
     def _versions_now(self) -> tuple[int, ...]:
         tensors = (self.hidden, *self.call.head.parameters(), *(one for step in self.steps for one in step.tensors))
         return tuple(0 if one.is_inference() else one._version for one in tensors)
-
-
-def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
-    """Keep saved-tensor hooks, such as those of a checkpoint around the loss, out of a gradient taken at once."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from lightning_unified.nn.lazy_logits.source import Source, without_saved_tensor_hooks
+from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
+from lightning_unified.nn.lazy_logits.source import Source
 
 __all__ = ["LazyLogits", "View", "lazy", "values_of"]
 

@@ -23,6 +23,7 @@ SHAPE = {
     "model_type": "qwen2", "vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
+CAPPED = {"model_type": "gemma3_text", "head_dim": 16, "final_logit_softcapping": 30.0}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "smollm2_135m"])
@@ -48,7 +49,8 @@ def test_an_example_batch_has_the_form_of_the_data(tmp_path, packing):
     assert all(largest[name].shape[1] >= prepared[name].shape[1] for name in ("tokens", "places", "targets"))
 
 
-def test_a_simulated_mac_takes_the_predicted_memory(tmp_path):
+@pytest.mark.parametrize("changes", [{}, CAPPED], ids=["qwen2", "gemma3"])
+def test_a_simulated_mac_takes_the_predicted_memory(tmp_path, changes):
     class Kept(Finetune):
         plans = []
 
@@ -58,7 +60,7 @@ def test_a_simulated_mac_takes_the_predicted_memory(tmp_path):
     torch.manual_seed(0)
     tokens = torch.randint(2000, (8, 384))
     loader = DataLoader(tokens, 4, collate_fn=lambda rows: {"tokens": torch.stack(rows), "labels": torch.stack(rows)})
-    module = Kept(preset="finetune-tiny", architecture=SHAPE, lora_rank=8, schedule="constant")
+    module = Kept(preset="finetune-tiny", architecture={**SHAPE, **changes}, lora_rank=8, schedule="constant")
     options = {"micro_batch_size": 2, "loss_chunk": False, "check_split": False}
     strategy = UnifiedStrategy(simulate="m2-16gb", budget="512MiB", **options)
     trainer = Trainer(

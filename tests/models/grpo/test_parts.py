@@ -99,26 +99,34 @@ def test_scores_are_those_of_each_sequence_alone():
         torch.testing.assert_close(entropy[index, :length], -(scores.exp() * scores).sum(1))
 
 
-def test_a_head_with_a_bias_is_refused():
-    model = policy()
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
-    with pytest.raises(ValueError, match="has a Linear with a bias; leave lm_head out of lora_targets"):
-        head_of(model)
-
-
-def test_a_scale_between_hidden_states_and_logits_is_refused():
-    model = policy()
+def test_scores_of_a_capped_model_with_a_bias_are_those_of_its_logits():
+    model = policy().double()
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1.0, 1.0, VOCABULARY, dtype=torch.float64))
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: 0.5 * torch.tanh(logits / 0.5))
     check_head(model)
-    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: 2.0 * torch.tanh(logits / 2.0))
-    with pytest.raises(ValueError, match="a soft cap or a scale is in between"):
-        check_head(model)
+    start, chosen = torch.tensor([1, 2]), IDS[:, 2:5]
+    log_probs, entropy = score(model, IDS, start=start, chosen=chosen, temperature=0.7, chunk=2)
+    places = start[:, None] - 1 + torch.arange(3)
+    all_scores = (model(input_ids=IDS).logits[torch.arange(2)[:, None], places] / 0.7).log_softmax(-1)
+    expected = all_scores.gather(-1, chosen[..., None])[..., 0]
+    trained = list(model.parameters())
+    outer = torch.linspace(0.5, 2.0, 6, dtype=torch.float64).view(2, 3)
+
+    torch.testing.assert_close(log_probs, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, -(all_scores.exp() * all_scores).sum(-1), rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad((log_probs * outer).sum(), trained),
+        torch.autograd.grad((expected * outer).sum(), trained),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_a_soft_cap_is_refused_before_it_shows():
+def test_a_head_with_an_adapter_is_refused():
     model = policy()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="a soft cap or a scale is in between"):
-        check_head(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="has a Sequential; leave lm_head out of lora_targets"):
+        head_of(model)
 
 
 def test_the_buffer_repeats_prompts_and_numbers_them():

@@ -51,6 +51,36 @@ def test_value_and_gradients_equal_plain_cross_entropy(path, reduction, rows, bi
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("rows", [7, None])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_transform_is_applied_to_each_chunk(path, reduction, rows, frozen):
+    hidden, weight, b, labels = _problem()
+    if frozen:
+        weight, b = weight.detach(), b.detach()
+    inputs = [hidden] if frozen else [hidden, weight, b]
+    capped = 2 * torch.tanh(functional.linear(hidden, weight, b).flatten(0, 1) / 2)
+    expected = functional.cross_entropy(capped, labels.flatten(), reduction=reduction)
+    actual = linear_cross_entropy(
+        hidden,
+        weight=weight,
+        bias=b,
+        labels=labels,
+        reduction=reduction,
+        chunk_rows=rows,
+        transform=lambda logits: 2 * torch.tanh(logits / 2),
+    )
+    outer = torch.rand(expected.shape, dtype=torch.float64)
+
+    torch.testing.assert_close(actual.flatten(), expected.flatten(), rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad((actual.view(expected.shape) * outer).sum(), inputs),
+        torch.autograd.grad((expected * outer).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_losses_one_by_one_equal_plain_ones_and_so_do_gradients_of_any_weights(path):
     hidden, weight, b, labels = _problem()
     outer = torch.rand(3, 17, dtype=torch.float64)

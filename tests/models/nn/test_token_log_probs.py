@@ -39,6 +39,25 @@ def test_values_and_gradients_are_those_of_all_logits(chunk, temperature):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("transform", [lambda logits: 2 * torch.tanh(logits / 2), lambda logits: torch.tanh(logits)])
+def test_a_bias_and_a_transform_are_part_of_the_logits(chunk, transform):
+    hidden, weight, tokens, outer = _operands()
+    bias = torch.linspace(-1, 1, len(weight), dtype=torch.float64, requires_grad=True)
+    scores = (transform(hidden @ weight.T + bias) / 0.3).log_softmax(1)
+    expected = scores.gather(1, tokens[:, None]).squeeze(1)
+    given = {"bias": bias, "temperature": 0.3, "chunk": chunk, "transform": transform}
+    found, entropy = token_log_probs_and_entropy(hidden, weight, tokens, **given)
+    of = (hidden, weight, bias)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, -(scores.exp() * scores).sum(1), rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * outer).sum(), of), torch.autograd.grad((expected * outer).sum(), of), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
 def test_the_entropy_has_no_gradient():
     hidden, weight, tokens, _ = _operands()
     assert not token_log_probs_and_entropy(hidden, weight, tokens)[1].requires_grad

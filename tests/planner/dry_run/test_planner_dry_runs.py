@@ -38,15 +38,30 @@ def rates(*, launch, part=0.0):
     return Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=launch, kernel=0.0, part=part, sources={})
 
 
-def chosen(*, share, only_best=True, layers=2, **costs):
+class SlowLoss(Transformer):
+    """A module whose own loss runs many operations, and whose loss in chunks runs few."""
+
+    loss_chunk_rows = None
+
+    def training_step(self, batch, batch_idx=0):
+        loss = super().training_step(batch, batch_idx)
+        if self.loss_chunk_rows is None:
+            scale = loss.new_ones(4096)
+            for _ in range(50):
+                scale = scale * 1.0001
+            loss = loss * scale.mean()
+        return loss
+
+
+def chosen(*, share, only_best=True, layers=2, kind=Transformer, chunks=(None,), **costs):
     """The best plan for a share of the undivided batch's memory.
 
     The machine's host needs a given time an operation or micro-batch.
     """
-    module = Transformer(layers=layers)
+    module = kind(layers=layers)
     step = StepSpec(module=module, batch=Transformer.batch(8), backend="cuda")
     planner = Planner(StepTraces(step, counted=CountedMemory(workspaces=False)), rates=rates(**costs))
-    combinations = combinations_to_compare("32-true", policies=recompute_policies(module))
+    combinations = combinations_to_compare("32-true", policies=recompute_policies(module), chunks=chunks)
     budget = int(share * planner.predict(combinations[0]).reserved_bytes)
     return planner.choose(combinations, budget_bytes=budget, rates=rates(**costs), only_best=only_best).best
 
@@ -81,6 +96,16 @@ def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkey
     chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
 
     assert {policy for policy, *_ in traced} == {PLAIN, ALL}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+@pytest.mark.parametrize("launch", [1e-9, 1e-4])
+def test_a_loss_in_chunks_is_no_faster_than_the_modules_own_in_either_search(share, launch):
+    given = {"share": share, "launch": launch, "kind": SlowLoss, "chunks": (None, 8)}
+    quick, full = (chosen(**given, only_best=only) for only in (True, False))
+
+    assert quick == full
+    assert quick.loss_chunk == (None if share == 1.0 else 8)  # of a smaller budget, the loss in chunks takes less
 
 
 @pytest.mark.slow

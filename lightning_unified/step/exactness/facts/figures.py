@@ -6,7 +6,7 @@ tensor is certain to have the same values.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ _MOST_ON_HOST = 1 << 18  # entries of a tensor; more take the host longer than a
 
 # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
 _LARGE = 1 << 20
+_AT_ONCE = 1 << 22  # entries that are counted at once: torch casts a mask to int64 before it sums it
 _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
@@ -105,9 +106,10 @@ def _float_figures(stack: Tensor) -> Tensor:
     Args:
         stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
     """
-    if stack.element_size() == 1:
-        stack = stack.float()  # few operators support 8-bit floating-point formats
-    return _over_rows((stack == 0).sum(2), (~stack.isfinite()).sum(2))
+    # few operators support 8-bit floating-point formats
+    wide = torch.Tensor.float if stack.element_size() == 1 else torch.Tensor.detach
+    zeros = _counted(stack, lambda part: wide(part) == 0)
+    return _over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite()))
 
 
 def _integer_figures(stack: Tensor) -> Tensor:
@@ -124,8 +126,10 @@ def _integer_figures(stack: Tensor) -> Tensor:
     whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
     flat = whole.flatten(1)
     limits = torch.stack([flat.amin(1), flat.amax(1)], 1).long()
-    zeros = (whole == 0).sum(2)
-    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else torch.zeros_like(zeros)
+    zeros = _counted(whole, lambda part: part == 0)
+    ignored = torch.zeros_like(zeros)
+    if whole.dtype != torch.uint8:
+        ignored = _counted(whole, lambda part: part == _IGNORED)
     second = min(1, whole.shape[2] - 1)
     repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
     figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)
@@ -133,6 +137,18 @@ def _integer_figures(stack: Tensor) -> Tensor:
         return figures
     occurs = figures.new_zeros(len(stack), KINDS).scatter_(1, (flat & (KINDS - 1)).long(), 1)
     return torch.cat([figures, occurs], 1)
+
+
+def _counted(stack: Tensor, mask: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return how many entries of each row `mask` marks, of shape (leaves, rows).
+
+    Large stacks are counted in halves.
+    """
+    _, rows, entries = stack.shape
+    if stack.numel() <= _AT_ONCE or rows == entries == 1:
+        return mask(stack).sum(2)
+    first, second = (_counted(half, mask) for half in stack.tensor_split(2, 1 if rows > 1 else 2))
+    return torch.cat([first, second], 1) if rows > 1 else first + second
 
 
 def _over_rows(*figures: Tensor) -> Tensor:
