@@ -201,3 +201,15 @@ def test_python_answers_without_a_file():
     assert len(found) > 500
     assert len({one.content for one in found}) == len(found)
     assert {"role": "user", "content": "What does Python's math.sqrt do?"} in [one.messages[0] for one in found]
+
+
+def test_functions_of_other_libraries_are_no_part_of_python(monkeypatch):
+    before = python_docs()
+
+    def shout(self):
+        """Log in capital letters, as no logger of Python does."""
+
+    shout.__module__ = "loud.logging"
+    monkeypatch.setattr("logging.Logger.shout", shout, raising=False)
+
+    assert python_docs() == before
