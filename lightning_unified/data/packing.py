@@ -17,7 +17,7 @@ Shapes:
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,7 +34,7 @@ from lightning_unified.data.documents.document import Document
 from lightning_unified.data.loader import BatchRows
 from lightning_unified.data.tokenizer import encode_records, encode_texts
 
-__all__ = ["IGNORED", "Rows", "Sequence", "choose_buckets", "sequences", "windows"]
+__all__ = ["IGNORED", "PaddedRows", "Rows", "Sequence", "choose_buckets", "sequences", "windows"]
 
 IGNORED = -100  # torch.nn.functional.cross_entropy ignores such targets
 _MULTIPLE = 16  # buckets are multiples of this: fast for tensor cores and MPS kernels, and fewer shapes
@@ -135,25 +135,25 @@ def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple:
     return best[-1]
 
 
-class Rows(BatchRows):
-    """Rows of tokens in flat arrays that return whole batches.
+class PaddedRows(BatchRows):
+    """Rows of tokens in flat arrays that return whole, padded batches of int64 tensors.
 
     Flat arrays are small to pickle for spawned workers.
 
-    A batch is a dict of int64 tensors (B, L): `input_ids`, `labels` (not shifted, -100 where not scored),
-    `error_code_ids` (0 = none) and `diagnosis_labels` (-100 = none). A batch always has all four.
+    Args:
+        fields: Tensors of a batch by name, each with the values of all rows, one row after the other, and the value of pads. The
+            first holds the token ids, and `labels` the targets, -100 where not scored.
+        lengths: Number of tokens of each row.
+        buckets: Lengths that batches are padded to, ascending.
     """
 
-    def __init__(self, rows: list[Sequence], *, buckets: list[int]) -> None:
-        self.lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
+    def __init__(self, fields: Mapping[str, tuple[np.ndarray, int]], *, lengths: ArrayLike, buckets: ArrayLike) -> None:
+        self.lengths = np.array(lengths, dtype=np.int64)
         self.buckets = np.array(buckets, dtype=np.int64)
         self.bucket_of = np.searchsorted(self.buckets, self.lengths)
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self._ids = np.concatenate([row.ids for row in rows])
-        self._labels = np.concatenate([row.labels for row in rows])
-        self._labels[self._starts[:-1]] = IGNORED
-        self._codes = np.concatenate([row.codes for row in rows])
-        self._diagnosis = np.concatenate([row.diagnosis for row in rows])
+        self._fields = dict(fields)
+        self._ids, self._labels = next(iter(fields.values()))[0], fields["labels"][0]
         self.checksum = zlib.crc32(self._labels.tobytes(), zlib.crc32(self._ids.tobytes()))
 
     @property
@@ -168,21 +168,34 @@ class Rows(BatchRows):
     @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         places = [index for index in indices if index >= 0]
-        length = int(self.buckets[self.bucket_of[places].max() if places else 0])
-        shape = (len(indices), length)
-        batch = {
-            "input_ids": torch.full(shape, layout.PAD_ID),
-            "labels": torch.full(shape, IGNORED),
-            "error_code_ids": torch.zeros(shape, dtype=torch.int64),
-            "diagnosis_labels": torch.full(shape, IGNORED),
-        }
-        flat = (self._ids, self._labels, self._codes, self._diagnosis)
+        shape = (len(indices), int(self.buckets[self.bucket_of[places].max() if places else 0]))
+        batch = {name: torch.full(shape, pad) for name, (_, pad) in self._fields.items()}
         for row, index in enumerate(indices):
             if index >= 0:
                 start, stop = self._starts[index], self._starts[index + 1]
-                for tensor, values in zip(batch.values(), flat, strict=True):
-                    tensor[row, : stop - start] = torch.from_numpy(values[start:stop])
+                for name, (values, _) in self._fields.items():
+                    batch[name][row, : stop - start] = torch.from_numpy(values[start:stop])
         return batch
+
+
+class Rows(PaddedRows):
+    """Rows of documents.
+
+    A batch is a dict of int64 tensors (B, L): `input_ids`, `labels` (not shifted, -100 where not scored),
+    `error_code_ids` (0 = none) and `diagnosis_labels` (-100 = none). A batch always has all four.
+    """
+
+    def __init__(self, rows: list[Sequence], *, buckets: list[int]) -> None:
+        lengths = [len(row.ids) for row in rows]
+        labels = np.concatenate([row.labels for row in rows])
+        labels[np.cumsum([0, *lengths[:-1]])] = IGNORED
+        fields = {
+            "input_ids": (np.concatenate([row.ids for row in rows]), layout.PAD_ID),
+            "labels": (labels, IGNORED),
+            "error_code_ids": (np.concatenate([row.codes for row in rows]), 0),
+            "diagnosis_labels": (np.concatenate([row.diagnosis for row in rows]), IGNORED),
+        }
+        super().__init__(fields, lengths=lengths, buckets=buckets)
 
     def scored_sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield ids and labels of each row without padding, for count-based baselines."""

@@ -213,3 +213,15 @@ def test_a_copy_of_the_data_in_another_folder_has_the_same_split(tmp_path, form)
         found.append([one.checksum for one in split])
 
     assert found[0] == found[1]
+
+
+def test_functions_of_other_libraries_are_no_part_of_python(monkeypatch):
+    before = python_docs()
+
+    def shout(self):
+        """Log in capital letters, as no logger of Python does."""
+
+    shout.__module__ = "loud.logging"
+    monkeypatch.setattr("logging.Logger.shout", shout, raising=False)
+
+    assert python_docs() == before

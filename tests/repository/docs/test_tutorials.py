@@ -24,7 +24,7 @@ def prose(path):
 def test_each_tutorial_begins_with_its_title_and_says_what_it_needs():
     opened = {path.stem: prose(path)[0] for path in STORED}
 
-    assert len(opened) == 5
+    assert len(opened) == 6
     assert [name for name, text in opened.items() if not text.startswith("# ") or "You need" not in text] == []
 
 

@@ -1,9 +1,11 @@
 """Questions about Python's functions, with the first paragraph of each docstring as the answer.
 
-They ship with Python, so nothing is downloaded. The group of an example is its module.
+They ship with Python, so nothing is downloaded. The group of an example is its module. Functions that other libraries add to or
+replace in these modules are left out, so the examples do not depend on the libraries that a process has imported.
 """
 
 import inspect
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -20,6 +22,7 @@ _MODULES = (
     "queue", "random", "re", "shutil", "socket", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
     "timeit", "traceback", "unittest", "urllib.parse", "uuid", "weakref", "zipfile",
 )  # fmt: skip
+_REPLACED = frozenset({"inspect.getfile"})  # by torch.package
 _SHORTEST, _LONGEST = 20, 400  # characters of an answer
 
 
@@ -30,6 +33,8 @@ def python_docs() -> list[Example]:
     for name in _MODULES:
         for path, thing in _documented(import_module(name), name):
             answer = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+            if path in _REPLACED or not _is_pythons_own(thing):
+                continue
             if _SHORTEST <= len(answer) <= _LONGEST and answer not in answers:
                 answers.add(answer)
                 shown = path.removeprefix("builtins.")
@@ -50,3 +55,8 @@ def _documented(module: ModuleType, name: str) -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{own}.{method}", value
         elif callable(thing):
             yield f"{name}.{own}", thing
+
+
+def _is_pythons_own(thing: Any) -> bool:
+    module = getattr(thing, "__module__", None)
+    return not module or str(module).partition(".")[0] in sys.stdlib_module_names

@@ -1,6 +1,5 @@
 """Encoded examples as whole batches: one example a row, or several packed into one."""
 
-import zlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.data.loader import BatchRows
-from lightning_unified.data.packing import IGNORED, choose_buckets
+from lightning_unified.data.packing import IGNORED, PaddedRows, choose_buckets
 from lightning_unified.models.finetune.data.answers import Encoded
 
 __all__ = ["ExampleRows", "bins_of"]
@@ -39,8 +37,8 @@ def bins_of(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     return bins
 
 
-class ExampleRows(BatchRows):
-    """Rows of tokens in flat arrays that return whole batches.
+class ExampleRows(PaddedRows):
+    """Encoded examples, one or several a row.
 
     A batch has `tokens` (B, S) int64, pads at the end, and `labels` (B, S) int64: the token where it is scored, else -100. Packed rows
     also have `positions` (B, S) int64, which begin at 0 with each sequence: sequences of a row do not attend to each other. The first
@@ -57,21 +55,17 @@ class ExampleRows(BatchRows):
         sizes = [len(one.ids) for one in sequences]
         bins = bins_of(sizes, capacity=length) if packed else [[index] for index in range(len(sizes))]
         ordered = [sequences[index] for members in bins for index in members]
-        self.lengths = np.array([sum(sizes[index] for index in members) for members in bins], dtype=np.int64)
-        self.packed, self.pad_id = packed, pad_id
-        self.buckets = np.array([length] if packed else choose_buckets(self.lengths, longest=length, most=_BUCKETS))
-        self.bucket_of = np.searchsorted(self.buckets, self.lengths)
-        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self._ids = np.concatenate([one.ids for one in ordered])
-        self._positions = np.concatenate([np.arange(len(one.ids), dtype=np.int32) for one in ordered])
-        scored = np.concatenate([one.scored for one in ordered]) & (self._positions > 0)
-        self._labels = np.where(scored, self._ids, IGNORED).astype(np.int32)
-        self.checksum = zlib.crc32(self._labels.tobytes(), zlib.crc32(self._ids.tobytes()))
-
-    @property
-    def scored_tokens(self) -> int:
-        """Number of targets in all rows."""
-        return int((self._labels != IGNORED).sum())
+        lengths = [sum(sizes[index] for index in members) for members in bins]
+        ids = np.concatenate([one.ids for one in ordered])
+        positions = np.concatenate([np.arange(len(one.ids), dtype=np.int32) for one in ordered])
+        scored = np.concatenate([one.scored for one in ordered]) & (positions > 0)
+        labels = np.where(scored, ids, IGNORED).astype(np.int32)
+        fields = {"tokens": (ids, pad_id), "labels": (labels, IGNORED)}
+        if packed:
+            fields["positions"] = (positions, 0)
+        buckets = [length] if packed else choose_buckets(lengths, longest=length, most=_BUCKETS)
+        super().__init__(fields, lengths=lengths, buckets=buckets)
+        self.packed = packed
 
     @property
     def tokens(self) -> int:
@@ -79,25 +73,11 @@ class ExampleRows(BatchRows):
         return len(self._ids)
 
     @override
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @override
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        places = [index for index in indices if index >= 0]
-        width = int(self.buckets[self.bucket_of[places].max() if places else 0])
-        batch = {
-            "tokens": torch.full((len(indices), width), self.pad_id),
-            "labels": torch.full((len(indices), width), IGNORED),
-        }
+        batch = super().__getitems__(indices)
         if self.packed:  # pads are a sequence of their own
-            batch["positions"] = torch.arange(width).repeat(len(indices), 1)
-        flat = {"tokens": self._ids, "labels": self._labels, "positions": self._positions}
-        for row, index in enumerate(indices):
-            if index >= 0:
-                start, stop = self._starts[index], self._starts[index + 1]
-                for name, tensor in batch.items():
-                    tensor[row, : stop - start] = torch.from_numpy(flat[name][start:stop])
-                if self.packed:
-                    batch["positions"][row, stop - start :] -= stop - start
+            positions = batch["positions"]
+            for row, index in enumerate(indices):
+                pads = positions[row, self.lengths[index] if index >= 0 else 0 :]
+                pads.copy_(torch.arange(len(pads)))
         return batch
