@@ -164,7 +164,10 @@ class TracedSizes:
         return self._lines[parts]
 
     def _by_itself(self, size: int, parts: int) -> Trace:
-        """Return the trace from a dry run at that size; one object for all callers, which keep their findings on it."""
+        """Return the trace from a dry run at that size.
+
+        All callers get one object, because replays are kept on it.
+        """
         if (size, parts) not in self._whole:
             second = self._second.get(size, size) if parts > 1 else size
             traced = self._traced(size, parts, second)

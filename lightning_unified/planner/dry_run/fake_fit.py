@@ -201,9 +201,9 @@ class FakeFit:
         )
 
     def _may_skip(self, twins: Twins) -> bool:
-        """Return whether blocks may be skipped: nothing of the module is compiled, and Lightning runs the backward pass.
+        """Return whether blocks may be skipped.
 
-        A validation step does not show which blocks are twins.
+        Nothing of the module may be compiled, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
         """
         compiled = any(is_compiled(one) for one in self._spec.module.modules())
         known = bool(twins.runs) or not self._spec.validates

@@ -25,7 +25,10 @@ def flops_of(func: Any) -> Callable[..., int] | None:
 
 
 def _by_shapes(formula: Any) -> Callable[..., int] | None:
-    """Return one of torch's formulas without torch's search for shapes, which takes as long as the rest of a matrix product."""
+    """Return one of torch's formulas without torch's own search for shapes.
+
+    The search takes as long as the rest of a matrix product.
+    """
     inner = getattr(formula, "__wrapped__", None)
     if inner is None:
         return formula

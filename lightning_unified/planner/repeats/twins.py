@@ -227,7 +227,10 @@ def _structure(block: nn.Module) -> Any:
 
 
 def _have_equal_settings(blocks: Sequence[nn.Module]) -> bool:
-    """Return whether each plain attribute is the same in all blocks, or another in each as the number of a block is."""
+    """Return whether each plain attribute is the same in all blocks, or different in each.
+
+    The number of a block is different in each.
+    """
     for alike in zip(*(block.modules() for block in blocks), strict=True):
         for name in {name for child in alike for name in vars(child)}:
             values = [vars(child).get(name) for child in alike]
