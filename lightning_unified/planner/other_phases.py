@@ -22,6 +22,7 @@ from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.errors import UndoError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.repeats import Twins
 from lightning_unified.planner.step_traces import BatchRows, CountedMemory
 from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.policy import MemoryPolicy
@@ -60,6 +61,7 @@ def plan_validation(
     micro_batch_size: int | None = None,
     factor: float = 1.0,
     counted: CountedMemory | None = None,
+    twins: Twins | None = None,
 ) -> ValidationPlan:
     """Return the plan with the fewest micro-batches that fit within `limit` bytes.
 
@@ -71,13 +73,14 @@ def plan_validation(
         micro_batch_size: The largest micro-batch size allowed; None allows the whole batch.
         factor: Correction for earlier predictions of this kind on this machine, 1 or more.
         counted: The memory to count beside the tensors; `updates` and `reduction_bytes` are those of training and play no part.
+        twins: The module's repeated blocks, if its training step was traced; the training step before a validation step then skips them.
 
     Raises:
         DryRunError: If the step cannot be traced.
     """
     begun, counted, batch = time.monotonic(), counted or CountedMemory(), BatchRows.of(step)
     sizes = TracedSizes(
-        lambda rows, *_: DryRun(step).run(rows),
+        lambda rows, *_: DryRun(step, twins=twins).run(rows),
         rows=batch.rows,
         unit=batch.unit,
         row_bytes=batch.row_bytes,

@@ -167,7 +167,7 @@ def plan(
     alignment = None if calibration is None else calibration.alignment
     aligned = _UNALIGNED if alignment is None else alignment.describe()
     found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
-    return found if validation_batch is None else _with_validation(found, step, validation_batch)
+    return found if validation_batch is None else _with_validation(found, step, validation_batch, traces)
 
 
 def plan_many(
@@ -279,13 +279,14 @@ def _validation(step: StepSpec, batch: Any, *, loss_chunk: int | None, attention
     return replace(step, batch=batch, train_batch=step.batch, accumulate=1, validates=True, **options)
 
 
-def _with_validation(found: Plan, step: StepSpec, batch: Any) -> Plan:
+def _with_validation(found: Plan, step: StepSpec, batch: Any, traces: StepTraces) -> Plan:
     """Add the prediction for the validation step on `batch`, or the reason why there is none."""
     if found.prediction is None:
         return found
     try:
         validates = _validation(step, batch, loss_chunk=found.loss_chunk, attention=found.attention)
-        validation = plan_validation(validates, limit=found.budget_bytes)
+        blocks = traces.twins(found.precision, found.attention)
+        validation = plan_validation(validates, limit=found.budget_bytes, twins=blocks)
     except DryRunError as error:
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
     prediction = replace(found.prediction, validation=validation.prediction)

@@ -149,6 +149,10 @@ class StepTraces:
             )
         return self._sizes[combination]
 
+    def twins(self, precision: str, attention: str | None) -> Twins:
+        """Return the repeated blocks that dry runs found, for another dry run of the module."""
+        return self._twins.get((precision, attention), Twins()).borrowed()
+
     def _sampling(self, precision: str) -> Callable[[Trace], Trace] | None:
         """Return what adds the sampling before the step to a trace; None without, or if its sizes cannot be read."""
         sampled = None

@@ -67,6 +67,7 @@ class TracedSizes:
         self._second = {split[0]: split[1] for split in even_splits(rows, unit=unit) if len(split) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
         self._own: dict[tuple[int, int, int], Trace] = {}
+        self._whole: dict[tuple[int, int], Trace] = {}
         self._peaks: dict[tuple[int, int], int] = {}
         self._lines: dict[int, Interpolation | None] = {}
 
@@ -163,8 +164,15 @@ class TracedSizes:
         return self._lines[parts]
 
     def _by_itself(self, size: int, parts: int) -> Trace:
-        second = self._second.get(size, size) if parts > 1 else size
-        return self._complete(self._traced(size, parts, second), rows=size + (parts - 1) * second)
+        """Return the trace from a dry run at that size.
+
+        All callers get one object, because replays are kept on it.
+        """
+        if (size, parts) not in self._whole:
+            second = self._second.get(size, size) if parts > 1 else size
+            traced = self._traced(size, parts, second)
+            self._whole[size, parts] = self._complete(traced, rows=size + (parts - 1) * second)
+        return self._whole[size, parts]
 
     def _traced(self, size: int, parts: int, second: int) -> Trace:
         key = size, parts, second

@@ -66,6 +66,54 @@ def test_the_first_step_of_a_later_fake_copy_skips_known_blocks(counted):
     assert numbered(second) == numbered(first)
 
 
+def test_another_attention_learns_no_block_anew(counted):
+    module, batch = Stack(), Stack.batch(4)
+    traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))
+    found, blocks = [], []
+    for options in ({}, {"attention": "chunked"}):
+        counted["blocks"] = 0
+        found.append(traces.of(Combination(precision="bf16-mixed", **options)).exactly(4, parts=1))
+        blocks.append(counted["blocks"])
+
+    assert blocks == [7 + 4, 4]
+    alone = trace_step(module, batch, rows=4, parts=1, attention="chunked", **MPS)
+    assert summed_up(found[1])[1:4] == summed_up(alone)[1:4]
+
+
+@pytest.mark.parametrize(
+    ("windows", "is_borrowed"), [([3] * 7, True), (range(7), True), ([3, 3, 3, 5, 3, 3, 3], False)]
+)
+def test_blocks_of_other_settings_are_no_twins_under_another_attention(windows, is_borrowed):
+    module, known, other = Stack(), Twins(), Twins()
+    DryRun(StepSpec(module=module, batch=Stack.batch(4)), twins=known).run(4)
+    for block, window in zip(module.blocks, windows, strict=True):
+        block.window = window
+    other.borrow(known, list(module.blocks))
+
+    assert bool(other.runs) == is_borrowed
+    other.give_up()
+    other.borrow(known, list(module.blocks))
+    assert not other.runs  # runs that failed are not borrowed again
+
+
+def test_the_training_step_before_a_validation_step_skips_known_blocks(counted):
+    class Validated(Stack):
+        def validation_step(self, batch, batch_idx):
+            return self.training_step(batch, batch_idx)
+
+    module, batch, twins = Validated(), Stack.batch(4), Twins()
+    DryRun(StepSpec(module=module, batch=batch, **MPS), twins=twins).run(4)
+    step = StepSpec(module=module, batch=batch, train_batch=batch, accumulate=1, validates=True, **MPS)
+    blocks, found = [], []
+    for known in (twins.borrowed(), None):
+        counted["blocks"] = 0
+        found.append(DryRun(step, twins=known).run(4))
+        blocks.append(counted["blocks"])
+
+    assert blocks == [4 + 7, 7 + 7]
+    assert numbered(found[0]) == numbered(found[1])
+
+
 def test_a_later_phase_learns_no_block_anew(counted):
     phases = Phases()
     steps = [StepSpec(module=Stack(), batch=Stack.batch(rows), **MPS) for rows in (4, 6)]

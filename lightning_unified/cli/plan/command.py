@@ -15,6 +15,7 @@ from lightning_unified.cli.config.overrides import check_overrides, key_of, pars
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.cli.plan.arguments import Asked, help_text, parse
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.garbage import no_collection
 
 if TYPE_CHECKING:
     from lightning_unified.cli.plan.show import Page
@@ -45,7 +46,7 @@ def main(argv: Sequence[str], *, config_path: str = PACKAGED) -> int:
             from lightning_unified.cli.plan.calibration_command import clear_calibration, show_calibration
 
             return (show_calibration if asked.calibration == "show" else clear_calibration)(as_json=asked.json)
-        with searching(config_path):
+        with no_collection(), searching(config_path):
             if asked.help:
                 sys.stdout.write(help_text())
                 return 0

@@ -144,7 +144,7 @@ class RunReplay:
         self._rounded: dict[int, int] = {}
         self._blocks: dict[int, Block] = {}
         self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self._total = self._most = self._index = self._reserved = 0
+        self._total = self._most = self._index = self._last = self._reserved = 0
         self._at_most: dict[Category, int] = {}
         self._levels = [0] * len(trace.events)
 
@@ -163,6 +163,7 @@ class RunReplay:
         for _ in range(_STEADY_STEPS):
             self._carry_over()
             self._replay({})
+        self._note_peak()
         categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
         return AllocatorPeak(
             allocated=self._most,
@@ -248,14 +249,20 @@ class RunReplay:
         self._blocks[take.storage] = block
         self._live[category] += block.size
         self._total += block.size
+        self._last = index
         reserved = pools.reserved
         self._reserved = max(self._reserved, reserved)
+
+    def _note_peak(self) -> None:
+        """Note the bytes in blocks if they are the most so far; asked before a block is freed, and at the end."""
         if self._total > self._most:
-            self._most, self._index, self._at_most = self._total, index, dict(self._live)
+            self._most, self._index, self._at_most = self._total, self._last, dict(self._live)
 
     def _give(self, storage: int) -> None:
         block = self._blocks.pop(storage, None)
         if block is not None:
+            if self._total > self._most:
+                self._note_peak()
             self._live[self._takes[storage].category] -= block.size
             self._total -= block.size
             self._pools.give_back(block)

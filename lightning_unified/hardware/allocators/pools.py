@@ -15,6 +15,7 @@ finishes commands, private pools of graphs, and the settings `expandable_segment
 """
 
 import bisect
+import math
 from typing import Protocol
 
 from lightning_unified.hardware.allocators.addresses import Addresses
@@ -127,8 +128,17 @@ class Freed:
         del self.blocks[at], self._order[at]
 
     def smallest(self, size: int) -> Block | None:
+        """Return the smallest block of at least `size` bytes."""
         at = bisect.bisect_left(self._order, (size,))
         return self.blocks[at] if at < len(self.blocks) else None
+
+    def pop(self, size: int, *, most: float) -> Block | None:
+        """Remove and return the smallest block of at least `size` bytes; None if it exceeds `most` bytes."""
+        at = bisect.bisect_left(self._order, (size,))
+        if at == len(self._order) or self._order[at][0] > most:
+            return None
+        del self._order[at]
+        return self.blocks.pop(at)
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -169,12 +179,8 @@ class CudaSegments:
         return round_up(size, self._ALIGNMENT)
 
     def reuse(self, size: int) -> Block | None:
-        freed = self._freed[size <= _SMALL]
-        block = freed.smallest(size)
-        if block is None:
-            return None
-        freed.discard(block)
-        return self._split(block, size)
+        block = self._freed[size <= _SMALL].pop(size, most=math.inf)
+        return None if block is None else self._split(block, size)
 
     def growth(self, size: int, *, pressed: bool) -> int:
         del pressed  # segments have the same size whether memory is short or not

@@ -16,7 +16,7 @@ from lightning_unified.planner.dry_run.fake_fit import FakeFit, Templates
 from lightning_unified.planner.dry_run.isolation import untouched
 from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
 from lightning_unified.planner.fake.mode import World, fake_world
-from lightning_unified.planner.repeats import Twins
+from lightning_unified.planner.repeats import Twins, blocks_of
 from lightning_unified.step.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["DryRun", "DryRuns"]
@@ -213,7 +213,8 @@ class DryRuns:
     ) -> None:
         self._spec, self._recompute = spec, recompute
         self._key = (spec.precision, spec.optimizer_kernel)
-        self._twins = ({} if twins is None else twins).setdefault((spec.precision, spec.attention), Twins())
+        self._all_twins: dict[Any, Twins] = {} if twins is None else twins
+        self._twins = self._all_twins.setdefault((spec.precision, spec.attention), Twins())
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
 
     def step(
@@ -231,6 +232,7 @@ class DryRuns:
         """
         last, trace = self._last, None
         spec = self._spec if batch is None else replace(self._spec, batch=batch)
+        self._borrow_twins()
         options: dict[str, Any] = {"recompute": self._recompute, "twins": self._twins}
         if last is not None:
             trace = last.go_on(rows, parts, later_rows, length=length, spec=spec, **options)
@@ -238,6 +240,12 @@ class DryRuns:
             last = self._fake_copies[self._key] = DryRun(spec, **options)
             trace = last.run(rows, parts, later_rows, length=length)
         return trace
+
+    def _borrow_twins(self) -> None:
+        """Try the repeated blocks that were found under another attention, if those under this one are not known."""
+        for (precision, _), other in self._all_twins.items():
+            if precision == self._spec.precision and self._twins.runs is None and other.runs:
+                self._twins.borrow(other, list(blocks_of(self._spec.module).values()))
 
     @property
     def _last(self) -> DryRun | None:

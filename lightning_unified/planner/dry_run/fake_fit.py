@@ -108,7 +108,7 @@ class FakeFit:
             validates=spec.validates,
             batches=batches_of(spec.trainer),
         )
-        if twins is not None and self._may_skip:
+        if twins is not None and self._may_skip(twins):
             self._replay_blocks(twins)
         self._copy_callbacks()
         self.trainer = DryRunTrainer(
@@ -200,11 +200,14 @@ class FakeFit:
             and self.recording.is_steady
         )
 
-    @property
-    def _may_skip(self) -> bool:
-        """Whether blocks may be skipped: nothing of the module is compiled, and Lightning runs the backward pass."""
+    def _may_skip(self, twins: Twins) -> bool:
+        """Return whether blocks may be skipped.
+
+        Nothing of the module may be compiled, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
+        """
         compiled = any(is_compiled(one) for one in self._spec.module.modules())
-        return not compiled and not self._spec.validates and self._copy.automatic_optimization
+        known = bool(twins.runs) or not self._spec.validates
+        return known and not compiled and self._copy.automatic_optimization
 
     def _replay_blocks(self, twins: Twins) -> None:
         replay = Replay(self._copy, self._recorder, twins)

@@ -1,7 +1,6 @@
 """Isolation of a dry run: restore generators, loggers and standard output after it."""
 
 import contextlib
-import gc
 import io
 import logging
 import warnings
@@ -11,10 +10,11 @@ from contextlib import contextmanager
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
+from lightning_unified.garbage import no_collection
 from lightning_unified.planner.dry_run.compiled_parts import uncompiled
 from lightning_unified.step.undo import no_draws
 
-__all__ = ["no_collection", "untouched"]
+__all__ = ["untouched"]
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytorch_lightning")
 
@@ -43,21 +43,6 @@ def untouched(*, compiled: bool = True) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))  # the caller may be in the middle of a step
         stack.enter_context(uncompiled(refuse=compiled))
         yield
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the garbage collector off inside.
-
-    The traces of a search are a million objects, and each collection of the oldest generation visits all of them.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
 from lightning_unified.cost_model.trace.trace import Category, Event, Phase, Work
 from lightning_unified.hardware.allocators.engine_sums import first_term
-from lightning_unified.planner.fake.flops import own_flops
+from lightning_unified.planner.fake.flops import flops_of
 from lightning_unified.planner.fake.known_values import tensors_among
 from lightning_unified.planner.fake.storages import Lives, Storage, Storages
 
@@ -43,9 +42,7 @@ class _Facts:
         self.name = str(func)
         self.is_marker = self.name.startswith(("profiler.", "prim."))
         self.is_view: bool = bool(getattr(func, "is_view", False))
-        own = own_flops(func)
-        registered = flop_registry.get(getattr(func, "_overloadpacket", None))
-        self.flops: Callable[..., int] | None = registered if own is None else own
+        self.flops = flops_of(func)
 
 
 class Recorder(TorchDispatchMode):
@@ -125,8 +122,9 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of the tensors' storages; a storage not seen before is allocated now."""
-        for tensor in _strided(tensors):
-            self.storages.enter(tensor, self.phase).category = category
+        with torch._C.DisableTorchFunction():  # reading a tensor's storage is no call of the step
+            for tensor in _strided(tensors):
+                self.storages.enter(tensor, self.phase).category = category
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Count the tensors' storages as 0 bytes.

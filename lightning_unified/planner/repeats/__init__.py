@@ -2,6 +2,6 @@
 
 from lightning_unified.planner.repeats.expansion import UnlikeError
 from lightning_unified.planner.repeats.replay import Replay
-from lightning_unified.planner.repeats.twins import Twins
+from lightning_unified.planner.repeats.twins import Twins, blocks_of
 
-__all__ = ["Replay", "Twins", "UnlikeError"]
+__all__ = ["Replay", "Twins", "UnlikeError", "blocks_of"]

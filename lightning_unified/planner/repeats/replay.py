@@ -120,7 +120,10 @@ class Replay:
             run = next((run for run in self._twins.runs or () if block == run.twins[0]), None)
             if run is None or direction == "backward" or is_recomputed(self._blocks[self._names[block]]):
                 continue
-            if tuple(segment.works(self._names[block])) != run.works:
+            works = tuple(segment.works(self._names[block]))
+            if run.works is None:
+                self._twins.note_works(run, works)
+            elif works != run.works:
                 raise UnlikeError("a block runs other operations than when it was learnt")
         reserve = self._storages.reserve
         return expanded(raw, names=self._names, twins=self._skipped, reserve=reserve, works=self._works)

@@ -20,6 +20,7 @@ __all__ = ["Run", "Twins", "blocks_of", "state_of"]
 
 _TRACED = 4  # blocks of a run that are always traced: the first three and the last
 _READS = frozenset(map(str, READS)) | {"aten.index.Tensor"}
+_PLAIN = (int, float, str, type(None))
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -36,7 +37,8 @@ class Run:
         first, end: The first block, and the one after the last.
         gradients: The names of the parameters whose gradients the backward pass allocates, in that order.
         passes: Whether the gradient of the output becomes that of the input, so that the backward pass allocates none.
-        works: The operations of a block's forward pass, with their places in the block.
+        works: The operations of a block's forward pass, with their places in the block; None before the first trace of a run that was found
+            under another attention.
         touched: The names of the weights and buffers whose storages a forward pass is the first to use, in that order; None if that is not
             known, or differs between the blocks. Then the first step on a fake copy runs all blocks.
     """
@@ -45,7 +47,7 @@ class Run:
     end: int
     gradients: tuple[str, ...]
     passes: bool
-    works: tuple[tuple[str, str], ...]
+    works: tuple[tuple[str, str], ...] | None
     touched: tuple[str, ...] | None = None
 
     @property
@@ -68,7 +70,24 @@ class Twins:
 
     def __init__(self) -> None:
         self.runs: list[Run] | None = None
-        self._is_borrowed = False
+        self._is_borrowed = self._has_failed = False
+
+    def borrow(self, other: "Twins", blocks: Sequence[nn.Module]) -> None:
+        """Try the runs that were found under another attention, unless they failed before or the runs are known.
+
+        Attention sees the layout of its tensors, which are equal in all blocks of a run, and plain settings such as a window. Blocks with other
+        settings are no twins here, although they may have been so under the other attention.
+        """
+        if self.runs is not None or self._has_failed or not other.runs:
+            return
+        runs = [run for run in other.runs if _have_equal_settings(blocks[run.first + 1 : run.end - 1])]
+        if runs == other.runs:
+            self.runs, self._is_borrowed = [replace(run, works=None) for run in runs], True
+
+    def note_works(self, run: Run, works: tuple[tuple[str, str], ...]) -> None:
+        """Note the operations of a run's blocks, against which later traces are checked."""
+        assert self.runs is not None
+        self.runs[self.runs.index(run)] = replace(run, works=works)
 
     def borrowed(self) -> "Twins":
         """Return the same runs for a step on another batch, which finds its own where its blocks run otherwise."""
@@ -79,7 +98,7 @@ class Twins:
 
     def give_up(self) -> None:
         """Trace all blocks from now on; runs that were borrowed are learnt anew first."""
-        self.runs, self._is_borrowed = None if self._is_borrowed else [], False
+        self.runs, self._is_borrowed, self._has_failed = None if self._is_borrowed else [], False, True
 
     def run_of(self, block: int) -> Run | None:
         """Return the run in which a block is skipped."""
@@ -205,6 +224,19 @@ def _structure(block: nn.Module) -> Any:
                     return None
                 found.append((key, None if one is None else (one.shape, one.stride(), one.dtype, one.requires_grad)))
     return found
+
+
+def _have_equal_settings(blocks: Sequence[nn.Module]) -> bool:
+    """Return whether each plain attribute is the same in all blocks, or different in each.
+
+    The number of a block is different in each.
+    """
+    for alike in zip(*(block.modules() for block in blocks), strict=True):
+        for name in {name for child in alike for name in vars(child)}:
+            values = [vars(child).get(name) for child in alike]
+            if all(isinstance(value, _PLAIN) for value in values) and len(set(values)) not in (1, len(values)):
+                return False
+    return True
 
 
 def _has_hooks(tensor: Tensor) -> bool:

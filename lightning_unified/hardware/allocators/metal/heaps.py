@@ -45,16 +45,14 @@ class MetalHeaps:
 
     def reuse(self, size: int) -> Block | None:
         freed = self._freed[is_small(size)]
+        block = freed.pop(size, most=size + self._OVERSIZE)
+        if block is not None:
+            block.used = True
+            return block
         block = freed.smallest(size)
-        if block is None:
-            return None
-        if block.size > size + self._OVERSIZE:
-            if self._heap_with_room(size) is None:
-                self._release(block, keep_heap=True)
-            return None
-        freed.discard(block)
-        block.used = True
-        return block
+        if block is not None and self._heap_with_room(size) is None:
+            self._release(block, keep_heap=True)
+        return None
 
     def growth(self, size: int, *, pressed: bool) -> int:
         return 0 if self._heap_with_room(size) is not None else heap_size(size, pressed=pressed)
