@@ -56,7 +56,9 @@ class Canary:
     def start_over(self) -> None:
         """Count from zero in new memory, after a fault."""
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._one = torch.ones((), dtype=torch.int64, device=self._device)  # a Python number would become a tensor at each mark
+        self._one = torch.ones(
+            (), dtype=torch.int64, device=self._device
+        )  # a Python number would become a tensor at each mark
         self._expected = 0
 
     def mark(self) -> None:
