@@ -189,10 +189,12 @@ class Recorder(TorchDispatchMode):
         """
         storages = self.storages
         entered = hidden.replay(
-            outputs, enter=partial(storages.enter, phase=self.phase), take=storages.take, give=storages.give
+            outputs,
+            enter=partial(storages.enter, phase=self.phase),
+            take=storages.take,
+            give=storages.give,
+            keep=lambda saved: storages.tie(saved, outputs, self.phase),
         )
-        if hidden.saved and outputs:
-            storages.tie(hidden.saved, outputs, self.phase)
         return entered[0] if entered else None
 
     def _work(self, facts: _Facts, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], result: Any) -> Work:

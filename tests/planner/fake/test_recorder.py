@@ -44,6 +44,21 @@ def test_a_result_is_taken_after_its_work_and_given_when_nothing_refers_to_it():
     assert take.bytes == 64 and give == Give(take.storage)
 
 
+def test_a_mean_loss_holds_its_entries_beside_what_its_result_keeps():
+    blocks, peak = {}, 0
+    with fake_world():
+        x = torch.ones(256)
+        events = recorded(lambda _: torch.nn.functional.mse_loss(x, x))
+    for event in events:
+        if isinstance(event, Take):
+            blocks[event.storage] = event.bytes
+        elif isinstance(event, Give):
+            del blocks[event.storage]
+        peak = max(peak, sum(blocks.values()))
+
+    assert peak == 2 * x.nbytes + 4  # a CPU's profiler reports the same
+
+
 def test_gradients_that_meet_are_added_in_place_as_they_are_without_a_recorder():
     x = torch.ones(64, requires_grad=True)
 

@@ -58,10 +58,19 @@ class Hidden:
         enter: Callable[[Tensor], Entered],
         take: Callable[[int], Taken],
         give: Callable[[Taken], None],
+        keep: Callable[[int], object] | None = None,
     ) -> list[Entered]:
         """Call `enter` for each result, and `take` and `give` for each block inside the call, in its order.
 
-        Return what `enter` returned, in the order of allocation.
+        Args:
+            results: The results of the call.
+            enter: Allocates a result.
+            take: Allocates a block of so many bytes.
+            give: Frees a block.
+            keep: Allocates the saved bytes; called while the blocks that the call holds to its end are there.
+
+        Returns:
+            What `enter` returned, in the order of allocation.
         """
         waiting = list(results if self.last_first else reversed(results))
         entered = [enter(waiting.pop()) for _ in range(len(waiting) - self.order.count(RESULT))]
@@ -74,6 +83,8 @@ class Hidden:
                     inside.append(take(step))
                 elif waiting:
                     entered.append(enter(waiting.pop()))
+            if keep is not None and self.saved and results:
+                keep(self.saved)
         finally:  # also where `take` or `enter` is out of memory
             for block in inside:
                 give(block)
