@@ -70,10 +70,10 @@ class _LostError(LightningUnifiedError):
 
 
 class _CheckedCopies(StateCopies):
-    """Keeps lost work apart from copies of the state.
+    """Looks for lost GPU work after the state is copied, and before the copies are written back.
 
-    Copies that were lost, or whose writing back was lost, leave garbage. Only an attempt at the batch has further copies, made earlier.
-    Anywhere else the run stops. Evaluations are not repeated, so that nothing is looked for there.
+    Lost copies cannot restore the state. While an attempt at the batch runs, the attempt's own copies, made earlier, can: the loss is
+    noted, and the attempt is undone. Otherwise the run stops. Evaluations are never repeated, so nothing is looked for there.
     """
 
     def __init__(self, loop: "FaultCheckedOptimization", faults: FaultWatch) -> None:

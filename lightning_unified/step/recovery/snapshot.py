@@ -20,19 +20,19 @@ __all__ = ["HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
 
 
 class StateCopies:
-    """What a training loop does around copies of a step's state: nothing.
+    """Hooks that run around copies of a step's state. These do nothing.
 
-    A loop with an attribute `state_copies` of a subclass does more (`step.loop.fault_checked`).
+    A training loop may override them: `StepSnapshot` calls those of the loop's attribute `state_copies` (`step.loop.fault_checked`).
     """
 
     def made(self) -> None:
-        """Act on copies that were just made."""
+        """Run after the state was copied."""
 
     def needed(self) -> None:
-        """Act before they are written back."""
+        """Run before the copies are written back."""
 
     def restored(self) -> None:
-        """Act after they were written back."""
+        """Run after the copies were written back."""
 
 
 class StepSnapshot:
