@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unified.weight_files.mapped import giving_back, load_mapped, owned
+from lightning_unified.files.mapped import giving_back, load_mapped, owned
 
 __all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain", "read_trained"]
 

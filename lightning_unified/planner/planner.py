@@ -22,10 +22,10 @@ from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
 from lightning_unified.cost_model.rates.cost import sampling_seconds, step_seconds
 from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Trace
-from lightning_unified.garbage import no_collection
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination, always_compared
+from lightning_unified.planner.garbage import no_collection
 from lightning_unified.planner.row_lengths import RowLengths
 from lightning_unified.planner.step_traces import StepTraces
 

@@ -16,6 +16,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_unified.files.folders import runs_folder
+from lightning_unified.files.status import RunStatus
 from lightning_unified.hardware.capabilities import capabilities
 from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.first_batch.first_step import FirstStep
@@ -36,8 +38,6 @@ from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.results.progress_metrics import defer_progress_metrics
 from lightning_unified.strategies.mapped_resume import MappedResume
 from lightning_unified.strategies.run_interface import RunInterface
-from lightning_unified.user_files.folders import runs_folder
-from lightning_unified.user_files.status import RunStatus
 
 __all__ = ["UnifiedBase", "options_among"]
 

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_unified.weight_files.mapped import giving_back, owned, owned_below
+from lightning_unified.files.mapped import giving_back, owned, owned_below
 
 __all__ = ["MappedResume"]
 

@@ -8,13 +8,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 
 from lightning_unified.cost_model import Plan
+from lightning_unified.files.status import RunFigures
 from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.precision import PrecisionChoice, plugin_precision
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.sizes import MicroBatchSize
-from lightning_unified.user_files.status import RunFigures
 
 __all__ = ["RunInterface"]
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from lightning_unified.cli.watch.runs import running
 from lightning_unified.cli.watch.snapshot import Observer
 from lightning_unified.cli.watch.view import show
+from lightning_unified.files.status import RunFigures, RunRecord
 from lightning_unified.hardware import Sources
-from lightning_unified.user_files.status import RunFigures, RunRecord
 
 MIB, GIB = 2**20, 2**30
 KEYS = ["time", "host", "pressure", "swap", "devices", "runs"]

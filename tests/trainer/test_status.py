@@ -14,8 +14,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_unified.user_files.folders import runs_folder
-from lightning_unified.user_files.status import RunFigures, RunStatus, parse_record
+from lightning_unified.files.folders import runs_folder
+from lightning_unified.files.status import RunFigures, RunStatus, parse_record
 
 FIGURES = RunFigures(
     directory="/runs/one",
@@ -39,7 +39,7 @@ FIGURES = RunFigures(
 def clock(monkeypatch):
     """A clock that stands still until it is set."""
     now = [100.0]
-    monkeypatch.setattr("lightning_unified.user_files.status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lightning_unified.files.status.time.monotonic", lambda: now[0])
     return now
 
 

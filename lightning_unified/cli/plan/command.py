@@ -15,7 +15,7 @@ from lightning_unified.cli.config.overrides import check_overrides, key_of, pars
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.cli.plan.arguments import Asked, help_text, parse
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.garbage import no_collection
+from lightning_unified.planner.garbage import no_collection
 
 if TYPE_CHECKING:
     from lightning_unified.cli.plan.show import Page

@@ -19,8 +19,8 @@ from lightning_unified.cli.failure import TERMINATED, report_failure
 from lightning_unified.cli.watch.snapshot import Observer, Snapshot
 from lightning_unified.cli.watch.view import show
 from lightning_unified.errors import ConfigurationError, RunError
+from lightning_unified.files.folders import runs_folder
 from lightning_unified.hardware import Sources
-from lightning_unified.user_files.folders import runs_folder
 
 __all__ = ["main"]
 

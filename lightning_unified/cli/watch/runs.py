@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 
 from lightning_unified.cli.config.bounded_files import printable
+from lightning_unified.files.status import RunRecord, parse_record
 from lightning_unified.hardware import Sources
 from lightning_unified.hardware.sources import read_text
-from lightning_unified.user_files.status import RunRecord, parse_record
 
 __all__ = ["running"]
 

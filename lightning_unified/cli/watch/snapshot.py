@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_unified.cli.watch.runs import running
+from lightning_unified.files.status import RunRecord
 from lightning_unified.hardware import DeviceUse, Figure, GpuReader, Pressure, PressureReader, Sources, read
 from lightning_unified.hardware.host.memory import host_swap
-from lightning_unified.user_files.status import RunRecord
 
 __all__ = ["Observer", "Snapshot"]
 

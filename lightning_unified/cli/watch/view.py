@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.text import Text
 
 from lightning_unified.cli.watch.snapshot import Snapshot
+from lightning_unified.files.status import RunRecord
 from lightning_unified.hardware import DeviceUse, Figure
 from lightning_unified.terminal import listed, short_path, wrapped
 from lightning_unified.units import format_bytes, format_duration
-from lightning_unified.user_files.status import RunRecord
 
 __all__ = ["show"]
 

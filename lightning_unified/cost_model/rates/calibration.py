@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lightning_unified.cost_model.rates import Alignment, Rates, measure_alignment, measure_rates
+from lightning_unified.files.folders import cache_folder
 from lightning_unified.hardware import Reading
-from lightning_unified.user_files.folders import cache_folder
 
 __all__ = [
     "Calibration",

@@ -11,8 +11,8 @@ from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 
+from lightning_unified.files.folders import CACHE_VARIABLE, cache_folder
 from lightning_unified.models.pretrained.source import package_files, require
-from lightning_unified.user_files.folders import CACHE_VARIABLE, cache_folder
 
 __all__ = ["GGUF_PACKAGES", "converted", "gguf_file", "without_progress_bars"]
 

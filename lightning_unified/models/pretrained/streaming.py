@@ -1,7 +1,7 @@
 """Load weights one tensor at a time, so that they are never in memory twice, the page cache counted.
 
 The model is built without values. Each tensor of a safetensors file is then read into memory of its own, which becomes the parameter.
-The pages that were read leave the cache at once, see `weight_files`.
+The pages that were read leave the cache at once, see `lightning_unified.files`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_unified.weight_files.pages import opened_uncached
-from lightning_unified.weight_files.safetensors_file import StoredTensor, read_header, read_tensor
+from lightning_unified.files.pages import opened_uncached
+from lightning_unified.files.safetensors_file import StoredTensor, read_header, read_tensor
 
 __all__ = ["check_complete", "load_weights", "stored_tensors", "without_values"]
 

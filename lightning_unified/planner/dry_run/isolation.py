@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
-from lightning_unified.garbage import no_collection
 from lightning_unified.planner.dry_run.compiled_parts import uncompiled
+from lightning_unified.planner.garbage import no_collection
 from lightning_unified.step.undo import no_draws
 
 __all__ = ["untouched"]

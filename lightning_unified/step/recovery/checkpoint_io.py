@@ -19,10 +19,10 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from typing_extensions import override
 
 from lightning_unified.errors import CheckpointError
+from lightning_unified.files.mapped import load_mapped, owned_below
+from lightning_unified.files.written import UncachedFile
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 from lightning_unified.units import format_bytes
-from lightning_unified.weight_files.mapped import load_mapped, owned_below
-from lightning_unified.weight_files.written import UncachedFile
 
 __all__ = [
     "PARTIAL",

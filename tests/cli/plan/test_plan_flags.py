@@ -11,7 +11,7 @@ from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.show import waiting
 from lightning_unified.cost_model.rates import Alignment, tabled_rates
 from lightning_unified.cost_model.rates.calibration import Calibration
-from lightning_unified.user_files.folders import CACHE_VARIABLE
+from lightning_unified.files.folders import CACHE_VARIABLE
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from lightning_unified.pytest_plugin import budgeted
+from pytest_lightning_unified import budgeted
 from tests.repository.docs.blocks import PAGES, blocks, blocks_of
 from tests.repository.docs.commands import commands_of, problem_of
 

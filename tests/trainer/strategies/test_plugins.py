@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCh
 
 from lightning_unified import AtomicCheckpointIO, RunCheckpoint, UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import CheckpointError
-from lightning_unified.weight_files.mapped import is_mapped
+from lightning_unified.files.mapped import is_mapped
 
 KINDS = pytest.mark.parametrize("kind", [UnifiedStrategy, UnifiedDDPStrategy])
 

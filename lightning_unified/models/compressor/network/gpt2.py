@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unified.files.safetensors_file import read_tensor
 from lightning_unified.models.compressor.network.reader import Reader
 from lightning_unified.models.decoder_sizes import DecoderSizes
 from lightning_unified.models.pretrained.architecture import read_architecture
 from lightning_unified.models.pretrained.source import find_model
 from lightning_unified.models.pretrained.streaming import check_complete, stored_tensors
-from lightning_unified.weight_files.safetensors_file import read_tensor
 
 __all__ = ["load_gpt2"]
 

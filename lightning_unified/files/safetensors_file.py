@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.weight_files.pages import PIECE, drop
+from lightning_unified.files.pages import PIECE, drop
 
 __all__ = ["StoredTensor", "read_header", "read_tensor"]
 

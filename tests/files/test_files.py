@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from lightning_unified.files.mapped import giving_back, is_mapped, load_mapped, owned, owned_below
+from lightning_unified.files.pages import PIECE, opened_uncached
+from lightning_unified.files.safetensors_file import read_header, read_tensor
+from lightning_unified.files.written import UncachedFile
 from lightning_unified.models.pretrained.streaming import load_weights
-from lightning_unified.weight_files.mapped import giving_back, is_mapped, load_mapped, owned, owned_below
-from lightning_unified.weight_files.pages import PIECE, opened_uncached
-from lightning_unified.weight_files.safetensors_file import read_header, read_tensor
-from lightning_unified.weight_files.written import UncachedFile
 
 MIB = 2**20
 DTYPES = (

@@ -1,10 +1,12 @@
-"""Read and write files of weights with one copy of them in memory, the page cache counted.
+"""Files: the user's own folders and run records, and files of weights with one copy of them in memory.
 
 On a unified pool the page cache and the device's tensors share one memory. A file that is mapped, copied and left in the cache
-takes twice its bytes. These modules move a file piece by piece, and give each piece's pages back at once.
+takes twice its bytes. The modules for weights move a file piece by piece, and give each piece's pages back at once.
 
 | module | subject |
 |---|---|
+| folders | the user's cache and state folders |
+| status | the status file of a running fit, which `watch` reads |
 | pages | give pages of a file back to the system |
 | safetensors_file | read tensors of a safetensors file straight into their own memory |
 | mapped | checkpoints mapped by `torch.load`, and copies out of them |

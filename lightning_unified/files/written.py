@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_unified.weight_files.pages import drop
+from lightning_unified.files.pages import drop
 
 __all__ = ["UncachedFile"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_unified.weight_files.pages import PIECE, give_back_mapped
+from lightning_unified.files.pages import PIECE, give_back_mapped
 
 __all__ = ["giving_back", "is_mapped", "load_mapped", "owned", "owned_below"]
 

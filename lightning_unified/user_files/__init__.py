@@ -1,1 +1,0 @@
-"""Files in the user's own folders: calibrations and converted models, and records of live runs."""
