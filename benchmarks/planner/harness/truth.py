@@ -25,6 +25,7 @@ from lightning_unified import UnifiedStrategy
 __all__ = ["fit", "grown", "live", "on_gpu", "true_peak", "warm_up"]
 
 STEPS = 4
+_HALF_STEPS = 24  # float16: the gradient scaler skips updates until its scale has fallen far enough
 _STEADY = "steady state begins"
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -66,38 +67,40 @@ class _Made(Dataset):
     A step's batch is one, also after it is converted.
     """
 
-    def __init__(self, batch: dict[str, Tensor]) -> None:
-        self._batch = batch
+    def __init__(self, batch: dict[str, Tensor], steps: int) -> None:
+        self._batch, self._steps = batch, steps
 
     def __len__(self) -> int:
-        return STEPS
+        return self._steps
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._batch.items()}
 
 
 class _Peaks(L.Callback):
-    """Counts the steady state apart, from the second step on.
+    """Counts the steady state apart, from the step after the first update on.
 
-    Optimizer state and the gradients of the earlier step exist then.
+    Optimizer state and the gradients of the earlier step exist then. In float16 the gradient scaler may skip the first updates.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         self.first = self.steady = (0, 0)
         self.seconds = 0.0
         self.has_stepped = False
+        self._steps, self._begins = steps, 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 1:
+        if not self.has_stepped and trainer.optimizers[0].state:
+            self.has_stepped, self._begins = True, batch_idx
             self.first = _gpu_peaks()
             torch.cuda.reset_peak_memory_stats()
             self.seconds = -time.perf_counter()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == STEPS - 1:
+        if batch_idx == self._steps - 1:
             self.steady = _gpu_peaks()
-            self.seconds = (self.seconds + time.perf_counter()) / (STEPS - 1)
-            self.has_stepped = bool(trainer.optimizers[0].state)
+            if self.has_stepped:
+                self.seconds = (self.seconds + time.perf_counter()) / (self._steps - self._begins)
 
 
 def _gpu_peaks() -> tuple[int, int]:
@@ -116,13 +119,19 @@ class _Marks(L.Callback):
 
 def _trained(cell: Cell, batch: dict[str, Tensor], callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
     """Train the cell's module on copies of `batch`, made before counting begins."""
-    module = cell.kind.build(cell.device, optimizer=cell.optimizer)
+    module, steps = cell.kind.build(cell.device, optimizer=cell.optimizer), _steps(cell)
     recompute = cell.recompute if cell.kind.has_blocks else "auto"
     strategy = UnifiedStrategy(
         micro_batch_size=cell.rows, recompute=recompute, budget="90%", recover=False, predict=False
     )
-    data = _Made(batch)
-    return fit(module, data, device=cell.device, precision=cell.precision, strategy=strategy, callbacks=callbacks)
+    data = _Made(batch, steps)
+    return fit(
+        module, data, device=cell.device, precision=cell.precision, strategy=strategy, callbacks=callbacks, steps=steps
+    )
+
+
+def _steps(cell: Cell) -> int:
+    return _HALF_STEPS if cell.precision == "16-mixed" and cell.device == "cuda" else STEPS
 
 
 def _batch(cell: Cell) -> dict[str, Tensor]:
@@ -131,7 +140,7 @@ def _batch(cell: Cell) -> dict[str, Tensor]:
 
 def on_gpu(cell: Cell, callbacks: Iterable[L.Callback] = ()) -> dict[str, Any]:
     """Return the GPU's peaks, over the steady state and over all; `callbacks` watch the fit."""
-    peaks = _Peaks()
+    peaks = _Peaks(_steps(cell))
     trainer = _trained(cell, _batch(cell), [peaks, *callbacks])
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {

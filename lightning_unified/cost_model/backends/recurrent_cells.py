@@ -1,11 +1,13 @@
 """Run single LSTM and GRU cells as the fused kernels of CUDA and ROCm do.
 
 Two products without biases give the gates of input and state. One kernel adds the biases, applies the gates, and saves them
-for the backward pass: 4 entries a unit of an LSTM, 5 of a GRU. The backward pass writes the gradients of the gates; the sum of
-these over the rows is the gradient of the biases. Other backends run a chain of smaller operations, on fake tensors too. Cells
-of plain RNNs are such a chain everywhere.
+for the backward pass: 4 entries a unit of an LSTM, 5 of a GRU. Autograd also saves the two products and the old state, which
+only a second derivative reads. The backward pass writes the gradients of the gates; the sum of these over the rows is the
+gradient of the biases. Other backends run a chain of smaller operations, on fake tensors too. Cells of plain RNNs are such a
+chain everywhere.
 
-Source: `LSTMCell` and `GRUCell` in torch's `native/RNN.cpp`, their kernels in `native/cuda/RNN.cu`.
+Source: `LSTMCell` and `GRUCell` in torch's `native/RNN.cpp`, their kernels in `native/cuda/RNN.cu`, and the formulas of
+`_thnn_fused_lstm_cell` and `_thnn_fused_gru_cell` in `derivatives.yaml`.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,16 +62,16 @@ class _LstmCell(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        _, _, cell, *biases = args
+        inputs, hidden, cell, *biases = args
         state, new_cell = torch.empty_like(cell), torch.empty_like(cell)
         saved = cell.new_empty(cell.shape[0], _LSTM_SAVES * cell.shape[1])
-        ctx.save_for_backward(cell, new_cell, saved, *biases)
+        ctx.save_for_backward(inputs, hidden, cell, new_cell, saved, *biases)
         return state, new_cell
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        cell, _, saved, *biases = ctx.saved_tensors
+        _, _, cell, _, saved, *biases = ctx.saved_tensors
         gates, of_cell = torch.empty_like(saved), torch.empty_like(cell)
         of_bias = None if biases[0] is None else gates.sum(0)
         return gates, gates, of_cell, of_bias, None if biases[1] is None else of_bias
@@ -81,16 +83,16 @@ class _GruCell(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, *args: Any) -> Tensor:
-        _, _, state, *biases = args
+        inputs, hidden, state, *biases = args
         new_state, saved = torch.empty_like(state), state.new_empty(state.shape[0], _GRU_SAVES * state.shape[1])
-        ctx.save_for_backward(saved, *biases)
+        ctx.save_for_backward(inputs, hidden, state, saved, *biases)
         ctx.width = state.shape[1]
         return new_state
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, *biases = ctx.saved_tensors
+        _, _, _, saved, *biases = ctx.saved_tensors
         gates = [saved.new_empty(saved.shape[0], 3 * ctx.width) for _ in range(2)]
         of_state = saved.new_empty(saved.shape[0], ctx.width)
         return *gates, of_state, *_bias_gradients(gates, biases)

@@ -4,6 +4,8 @@ Tensor cores compute convolutions in channels-last layout only: in half precisio
 copies operands in torch's default layout to that layout and copies the result back. All copies lie in one workspace, with
 channels rounded up to 16 bytes. The workspace is taken after the result and given back at once.
 
+On the GPU that will run it, cuDNN itself states the size: `cudnn_plans`. The formulas below are for all other machines.
+
 The gradients of input and weight are two passes, one after the other. The weight's gradient sums over all positions. If it
 has fewer tiles than the GPU has multiprocessors, several of these share a tile, each with its own float32 sum.
 
@@ -28,9 +30,10 @@ channels-last only copies of the weight and its partial sums are modelled. Other
 convolutions follow the same formula: judgement.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +49,7 @@ from lightning_unified.cost_model.backends.kernel_memory.calls import (
     byte_count,
     rounded_up,
 )
+from lightning_unified.cost_model.backends.kernel_memory.cudnn_plans import Operand, Pass, asked_workspace
 
 __all__ = ["cuda_convolution", "cuda_convolution_backward", "is_channels_last"]
 
@@ -57,6 +61,7 @@ _POSITIONS, _HALF_POSITIONS = 1024, 7168  # fewest positions that one multiproce
 _HALF_SHARES = 6  # fewest multiprocessors that share a tile in half precision
 _IDLE = 12  # multiprocessors without a share, in half precision and for inputs of few channels
 _LARGE_KERNEL = 7  # least points a side at which an input of few channels is copied
+_MOST_ENTRIES = 2**31 - 1  # torch cuts larger batches into parts that kernels can index
 _WIDE = 256  # least channels at which a one-point kernel with a stride copies its input in float32
 
 
@@ -67,8 +72,15 @@ class _Pass:
     source: Tensor
     weight: Tensor
     output: Tensor
-    strides: bool
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
     transposed: bool
+
+    @property
+    def strides(self) -> bool:
+        """Whether the kernel leaves positions out."""
+        return prod(self.stride) > 1
 
     @property
     def is_half(self) -> bool:
@@ -97,12 +109,13 @@ class _Pass:
 
 def cuda_convolution(call: Call) -> Order:
     """Return the workspace of a convolution, taken after its result."""
-    source, weight, stride, transposed = call.args[0], call.args[1], call.args[3], call.args[6]
-    one = _pass(source, weight, call.results[0], stride, transposed=transposed)
+    source, weight, transposed = call.args[0], call.args[1], call.args[6]
+    one = _pass(source, weight, call.results[0], call.args[3:6], transposed=transposed)
     copies = _copies(source)
-    if _has_no_workspace(source, weight, groups=call.args[8], transposed=transposed):
+    if _is_depth_wise(source, weight, groups=call.args[8], transposed=transposed):
         return (*copies, RESULT) if copies else ()
-    return *copies, RESULT, _backward_data(one) if transposed else _forward(one)
+    found = _workspace(one, "input") if transposed else _workspace(one, "forward")
+    return (*copies, RESULT, found) if copies or found else ()
 
 
 def cuda_convolution_backward(call: Call) -> Order:
@@ -110,29 +123,24 @@ def cuda_convolution_backward(call: Call) -> Order:
 
     The bias's gradient is a sum and comes last.
     """
-    gradient, source, weight, stride = call.args[0], call.args[1], call.args[2], call.args[4]
-    transposed, mask = call.args[7], call.args[10]
-    one = _pass(source, weight, gradient, stride, transposed=transposed)
-    plain = _has_no_workspace(source, weight, groups=call.args[9], transposed=transposed)
+    gradient, source, weight, transposed, mask = *call.args[:3], call.args[7], call.args[10]
+    one = _pass(source, weight, gradient, call.args[4:7], transposed=transposed)
+    plain = _is_depth_wise(source, weight, groups=call.args[9], transposed=transposed)
     of_gradient, of_both = _copies(gradient), _copies(gradient, source)
     if plain and not of_both:
         return ()
     order: list[int] = []
     if mask[0]:
-        found = 0 if plain else _forward(one) if transposed else _backward_data(one)
+        found = 0 if plain else _workspace(one, "forward") if transposed else _workspace(one, "input")
         order += [*of_gradient, RESULT, found, BACK, *[BACK] * len(of_gradient)]
     if mask[1]:
-        order += [*of_both, RESULT, 0 if plain else _backward_weight(one), BACK, *[BACK] * len(of_both)]
+        order += [*of_both, RESULT, 0 if plain else _workspace(one, "weight"), BACK, *[BACK] * len(of_both)]
     return (*order, RESULT) if mask[2] else tuple(order)
 
 
 def _copies(*tensors: Tensor) -> tuple[int, ...]:
     """Return the bytes of a copy of each tensor that lies in no layout that kernels read."""
     return tuple(byte_count(each) for each in tensors if not (each.is_contiguous() or is_channels_last(each)))
-
-
-def _has_no_workspace(source: Tensor, weight: Tensor, *, groups: int, transposed: bool) -> bool:
-    return not _on_tensor_cores(source) or _is_depth_wise(source, weight, groups=groups, transposed=transposed)
 
 
 def _is_depth_wise(source: Tensor, weight: Tensor, *, groups: int, transposed: bool) -> bool:
@@ -148,8 +156,67 @@ def is_channels_last(source: Tensor) -> bool:
     return layout is not None and source.is_contiguous(memory_format=layout) and not source.is_contiguous()
 
 
-def _pass(source: Tensor, weight: Tensor, output: Tensor, stride: Sequence[int], *, transposed: bool) -> _Pass:
-    return _Pass(source=source, weight=weight, output=output, strides=prod(stride) > 1, transposed=transposed)
+def _pass(source: Tensor, weight: Tensor, output: Tensor, places: Sequence[Any], *, transposed: bool) -> _Pass:
+    """Return the pass; `places` are stride, padding and dilation, each with an entry for a dimension or one for all."""
+    dimensions = weight.dim() - 2
+    stride, padding, dilation = (tuple(each) * (dimensions if len(each) == 1 else 1) for each in places)
+    return _Pass(
+        source=source,
+        weight=weight,
+        output=output,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        transposed=transposed,
+    )
+
+
+def _workspace(one: _Pass, which: Pass) -> int:
+    """Return the bytes that a pass takes: as cuDNN states them, else by the formulas.
+
+    `which` names the pass of the convolution that cuDNN runs: a transposed convolution runs as the gradient of one whose input
+    is its result.
+    """
+    asked = _asked(one, which)
+    if asked is not None:
+        return asked + (_weight_in_channels_last(one) if _runs_in_channels_last(one) and which != "weight" else 0)
+    if not _on_tensor_cores(one.source):
+        return 0
+    return _FORMULAS[which](one)
+
+
+def _asked(one: _Pass, which: Pass) -> int | None:
+    source, output = (one.output, one.source) if one.transposed else (one.source, one.output)
+    if max(source.numel(), output.numel()) > _MOST_ENTRIES:
+        return None
+    last = _runs_in_channels_last(one)
+    shapes = [_shape(each) for each in (source, one.weight, output)]
+    operands = [Operand(shape, _strides_of(shape, channels_last=last)) for shape in shapes]
+    lacking = 4 - one.weight.dim()  # torch gives images of one line an outer dimension
+    return asked_workspace(
+        which,
+        (operands[0], operands[1], operands[2]),
+        one.source.dtype,
+        padding=(*[0] * lacking, *one.padding),
+        stride=(*[1] * lacking, *one.stride),
+        dilation=(*[1] * lacking, *one.dilation),
+    )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return (*tensor.shape[:2], 1, *tensor.shape[2:]) if tensor.dim() == 3 else tuple(tensor.shape)
+
+
+def _strides_of(shape: tuple[int, ...], *, channels_last: bool) -> tuple[int, ...]:
+    order = (0, *range(2, len(shape)), 1) if channels_last else range(len(shape))
+    strides, entries = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension], entries = entries, entries * shape[dimension]
+    return tuple(strides)
+
+
+def _runs_in_channels_last(one: _Pass) -> bool:
+    return is_channels_last(one.source) or is_channels_last(one.weight)
 
 
 def _on_tensor_cores(source: Tensor) -> bool:
@@ -243,3 +310,10 @@ def _aligned_weight(weight: Tensor) -> int:
 
 def _rounded(channels: int, tensor: Tensor) -> int:
     return rounded_up(channels, _ALIGNMENT_BYTES // tensor.element_size())
+
+
+_FORMULAS: Mapping[Pass, Callable[[_Pass], int]] = {
+    "forward": _forward,
+    "input": _backward_data,
+    "weight": _backward_weight,
+}
