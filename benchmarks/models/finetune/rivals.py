@@ -1,4 +1,4 @@
-"""Compare fine-tuning by LoRA with TRL's `SFTTrainer` and a bare peft loop: tokens per second and peak memory.
+"""Compare LoRA fine-tuning with TRL's `SFTTrainer` and a bare peft loop: tokens/s and peak memory.
 
 The shapes of SmolLM2-1.7B and Qwen2.5-3B with random weights in bf16, LoRA of rank 16 on all linear layers but the head in float32, bf16 mixed,
 16 rows of up to 1,024 tokens a step, fused AdamW, clipping at 1. All sides use torch's SDPA attention: FlashAttention is not installed.
@@ -225,7 +225,7 @@ def budget_of(cell: str, runs: Sequence[dict[str, Any]], *, recompute: bool) -> 
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return by rival our highest relative speed within its peak, and our lowest relative peak at its speed.
+    """Return by rival our highest relative speed in its peak, and our lowest relative peak at its speed.
 
     A ratio is None where no run of ours is within the peak, or as fast. `meets` is by the aims.
     """

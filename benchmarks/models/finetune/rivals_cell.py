@@ -93,7 +93,7 @@ def measure(
 
 
 class Window:
-    """The steps after the warm-up, from one wait for the device to another, and the highest peaks of all steps."""
+    """Time of the steps after the warm-up, between waits for the device, and the peaks of all steps."""
 
     def __init__(self) -> None:
         self.tokens: list[int | Tensor] = []
@@ -142,7 +142,7 @@ def _version(name: str) -> str | None:
 
 
 def _texts(lengths: str, *, length: int, vocabulary: int) -> list[list[int]]:
-    """Return random token ids; ragged ones have log-normal lengths, and fill as many packed rows as there are even ones."""
+    """Return random token ids; ragged ones have log-normal lengths and as many tokens as even ones."""
     draw = random.Random(0)
     rows = ROWS * (WARM_UP + STEPS + 1)
     sizes = [length] * rows
