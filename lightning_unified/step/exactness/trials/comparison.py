@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
 from lightning_unified.step.exactness.trials.run import Run
@@ -96,7 +98,16 @@ class Comparison:
     @property
     def tolerance(self) -> Tolerance:
         """The tolerance for the coarsest number format of the runs."""
-        return Tolerance.of({one for run in self.all_runs for one in run.formats})
+        return Tolerance.of(self._formats)
+
+    @property
+    def lowest(self) -> torch.dtype | None:
+        """The 16-bit format that rounded results of the runs; None without one."""
+        return next((one for one in (torch.bfloat16, torch.float16) if one in self._formats), None)
+
+    @property
+    def _formats(self) -> set[torch.dtype]:
+        return {one for run in self.all_runs for one in run.formats}
 
     @property
     def says_nothing(self) -> str:

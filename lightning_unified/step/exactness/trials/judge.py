@@ -9,12 +9,14 @@ from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
 from lightning_unified.step.exactness.trials.learning import learn_results
 from lightning_unified.step.exactness.trials.refusals import refusal_of_gradients, refusal_of_state
+from lightning_unified.step.exactness.trials.rounding import MOST
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
 from lightning_unified.step.results.written import differing
 
 __all__ = ["Findings", "Judge"]
 
+_MARGIN = 1.5  # judgement: whole and split runs round independently, and the worst of many parameters varies
 _DRAWN = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
 
 
@@ -81,7 +83,10 @@ class Judge:
             noise = f"{_DRAWN}; gradients were compared without them ({comparison.troubles[0]})"
         off = {rule.name: comparison.off(rule) for rule in rules}
         best = min(off.values(), key=lambda one: one.excess)
-        if best.excess > 1:
+        allowed = 1.0
+        if 1 < best.excess <= MOST and comparison.lowest is not None:
+            allowed = max(1.0, min(_MARGIN * runs.rounding(comparison.lowest), MOST))
+        if best.excess > allowed:
             differences = {name: one.relative for name, one in off.items()}
             not_replayed = comparison.troubles[0] if comparison.troubles else ""
             parameter = self._runner.name_of(best.parameter)
@@ -89,11 +94,11 @@ class Judge:
                 self._whose, trial.rows, differences, parameter=parameter, not_replayed=not_replayed
             )
             raise SplitError(refusal + since)
-        agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), 1)]
+        agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), allowed)]
         self._learn(comparison, agreeing[0], repeat=runs.repeated, since=since)
         return Findings(
             agreeing=agreeing,
-            rejected={name for name, one in off.items() if one.excess > 1},
+            rejected={name for name, one in off.items() if one.excess > allowed},
             rows=trial.rows,
             difference=off[agreeing[0].name].relative,
             noise=noise,

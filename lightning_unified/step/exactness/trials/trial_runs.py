@@ -1,15 +1,20 @@
 """The runs of one trial, with random draws replayed or left out."""
 
+import math
 from collections.abc import Sequence
+
+import torch
 
 from lightning_unified.errors import SplitError, UndoError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, Order, RecordDraws, ReplayDraws
+from lightning_unified.step.exactness.gradients import disagreement
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.trials.comparison import Comparison, SplitRuns, Trial
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
+from lightning_unified.step.exactness.trials.rounding import nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import is_out_of_memory
@@ -74,6 +79,20 @@ class TrialRuns:
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
         return comparison
+
+    def rounding(self, lowest: torch.dtype) -> float:
+        """Return how far one rounding step of the parameters moves the whole gradient, in tolerances.
+
+        Args:
+            lowest: The 16-bit format of the runs.
+        """
+        with equal_host_draws(self._runner.module):
+            whole = self._whole(ConstantDraws())
+            with nudged(self._runner.module.parameters(), lowest) as has_changed:
+                moved = self._whole(ConstantDraws()) if has_changed else whole
+        comparison = Comparison(whole=whole, split=SplitRuns(sizes=[], batches=[], runs=[]))
+        excess = disagreement(whole.gradient, [(moved.gradient, 1.0)], comparison.tolerance).excess
+        return excess if math.isfinite(excess) else 0.0
 
     def repeated(self) -> Run:
         """Run all rows of the trial once more, with other random draws."""

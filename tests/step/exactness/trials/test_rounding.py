@@ -1,0 +1,98 @@
+"""Deep networks in 16 bits, whose kernels round differently for fewer rows."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.trials.rounding import nudged
+from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
+from tests.support.modules.plain import fit
+from tests.support.modules.split import Net, found
+
+WIDTH, DEPTH = 64, 24
+
+
+class _Adapted(nn.Module):
+    """A frozen layer in bfloat16 beside a trained low-rank product, as LoRA; its kernel adds in an order that depends on the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16() * 0.7 / WIDTH**0.5, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(4, WIDTH) / WIDTH**0.5)
+        self.up = nn.Parameter(torch.randn(WIDTH, 4) * 0.1)
+
+    def forward(self, x):
+        parts = 1 + len(x) % 5
+        split = zip(x.tensor_split(parts, -1), self.weight.tensor_split(parts, -1), strict=True)
+        frozen = sum((F.linear(one, weight) for one, weight in split), torch.zeros((), dtype=x.dtype))
+        return x + torch.tanh(frozen + F.linear(F.linear(x.float(), self.down), self.up).to(x.dtype))
+
+
+class Deep(Net):
+    """Many such layers; the head and the adapters are trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, WIDTH), *[_Adapted() for _ in range(DEPTH)], nn.Linear(WIDTH, 4))
+
+    def training_step(self, batch, batch_idx):
+        x = self.net[0](batch["x"].float()).bfloat16()
+        for layer in self.net[1:-1]:
+            x = layer(x)
+        return self.loss(self.net[-1](x.float()), batch)
+
+
+class DeepContrastive(Deep):
+    """Compares rows, so that micro-batches give another gradient."""
+
+    def loss(self, out, batch):
+        return F.cross_entropy(out @ out.detach().T / 0.2, torch.arange(len(out)))
+
+
+def trained(kind):
+    module = kind()
+    loader = kind.loader(dtype=torch.float32)
+    strategy = UnifiedStrategy(micro_batch_size=3)
+    fit(module, loader, strategy=strategy, precision="32-true")
+    return strategy
+
+
+def test_rounding_of_a_deep_network_is_measured_before_a_refusal(monkeypatch):
+    measured = []
+    whole = TrialRuns.rounding
+    monkeypatch.setattr(TrialRuns, "rounding", lambda *args: measured.append(whole(*args)) or measured[-1])
+
+    strategy = trained(Deep)
+
+    assert measured, "the constant tolerance held, so that this test shows nothing"
+    assert all(one > 1 for one in measured)
+    assert "gradients of 8 rows" in found(strategy)
+
+
+def test_a_loss_that_cannot_be_split_is_refused_in_spite_of_rounding():
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        trained(DeepContrastive)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_nudge_moves_parameters_by_one_rounding_step_and_goes_back(dtype):
+    parameters = [nn.Parameter(torch.randn(33, 7).to(dtype)), nn.Parameter(torch.randn(5).to(dtype))]
+    before = [one.detach().clone() for one in parameters]
+    lowest = torch.bfloat16 if dtype is torch.float32 else dtype
+
+    with nudged(parameters, lowest) as has_changed:
+        shares = [((one.detach() - old) / old).abs().float() for one, old in zip(parameters, before, strict=True)]
+    assert has_changed
+    assert all(share.gt(0).all() and share.le(torch.finfo(lowest).eps).all() for share in shares)
+    assert all(torch.equal(one, old) for one, old in zip(parameters, before, strict=True))
+
+
+def test_integers_and_doubles_are_not_nudged():
+    parameters = [nn.Parameter(torch.ones(3, dtype=torch.float64)), torch.ones(3, dtype=torch.int32)]
+    with nudged(parameters, torch.bfloat16) as has_changed:
+        assert not has_changed
+        assert all(one.eq(1).all() for one in parameters)
