@@ -3,6 +3,7 @@
 An event names every step whose draws differ.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,7 @@ def test_rows_drawn_by_python_or_numpy_are_split_and_said_to_be_compared_without
 @of_each(REFUSED)
 def test_a_step_that_mixes_rows_is_refused_before_an_update(kind):
     torch.manual_seed(0)
+    np.random.seed(0)  # one draw in two hundred hardly mixes the first batch
     module = kind().double()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(SplitError, match="cannot be split exactly"):
