@@ -32,7 +32,16 @@ WARM = 34  # steps before the clock: compilation, the allocator's cache, and the
 CELLS = tuple(
     f"{network}/{cell}"
     for network in ("gpt", "gearhead")
-    for cell in ("bare", "blocks", "blocks half", "blocks quarter", "whole", "user blocks half", "whole half", "whole quarter")
+    for cell in (
+        "bare",
+        "blocks",
+        "blocks half",
+        "blocks quarter",
+        "whole",
+        "user blocks half",
+        "whole half",
+        "whole quarter",
+    )
 )
 
 

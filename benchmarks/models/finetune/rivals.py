@@ -15,8 +15,9 @@ Sides, where `-recompute` is with activation checkpointing of every block:
 
 Run only where a name or pattern has a `+`: `trl-padded+selective` (TRL's selective checkpointing), and `ours-…+compiled` (`compile="blocks"`).
 
-Tokens per second are of 6 steps after 2, from one wait for the device to another, loader included, pads not counted. Peaks are
-`torch.cuda.max_memory_allocated` and `max_memory_reserved` over all 8 steps, reset after construction. All processes import first; each then
+Tokens per second are of 6 steps after 17, between the exactness checks of batches 16 and 32, from one wait for the device to another, loader
+included, pads not counted. Peaks are
+`torch.cuda.max_memory_allocated` and `max_memory_reserved` over all 23 steps, reset after construction. All processes import first; each then
 has the device for itself. A cell that fails is recorded with its error.
 
 Usage: python -m benchmarks.models.finetune.rivals [--cells 'smollm2/*' …] [--seconds 400]

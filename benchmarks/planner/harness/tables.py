@@ -24,13 +24,15 @@ def errors_of(
 def spread(found: Sequence[float]) -> dict[str, Any]:
     """Return the figures by which a predictor is judged; None without cells."""
     if not found:
-        return dict.fromkeys(("median", "median_absolute", "p95_absolute", "worst", "under", "under_by_1_percent"))
+        names = ("median", "median_absolute", "p95_absolute", "worst", "worst_absolute", "under", "under_by_1_percent")
+        return dict.fromkeys(names)
     sizes = [abs(one) for one in found]
     return {
         "median": statistics.median(found),
         "median_absolute": statistics.median(sizes),
         "p95_absolute": quantile(sizes, 0.95),
         "worst": max(found, key=abs),
+        "worst_absolute": max(sizes),
         "under": sum(one < 0 for one in found) / len(found),
         "under_by_1_percent": sum(one < -0.01 for one in found) / len(found),
     }

@@ -38,16 +38,8 @@ _FLOAT, _DOUBLE = 0, 1
 _CONVOLUTION, _ENGINE, _CONFIGURATION, _HEURISTIC, _PLAN, _GRAPH, _TENSOR = 1, 2, 3, 4, 5, 15, 17
 _OPERATIONS = {"forward": 10, "weight": 11, "input": 12}
 # cudnnBackendAttributeType_t
-_IS_HANDLE, _IS_TYPE, _IS_INTEGER, _IS_FLOAT, _IS_MODE, _IS_HEURISTIC, _IS_NOTE, _IS_DESCRIPTOR = (
-    0,
-    1,
-    3,
-    4,
-    7,
-    8,
-    11,
-    15,
-)
+_IS_HANDLE, _IS_TYPE, _IS_INTEGER, _IS_FLOAT = 0, 1, 3, 4
+_IS_MODE, _IS_HEURISTIC, _IS_NOTE, _IS_DESCRIPTOR = 7, 8, 11, 15
 _ARRAYS: dict[int, Any] = {_IS_INTEGER: c_int64, _IS_FLOAT: c_float, _IS_HANDLE: c_void_p, _IS_DESCRIPTOR: c_void_p}
 # cudnnBackendAttributeName_t of an operation: alpha, beta, convolution, input, output, weight
 _OF_OPERATION = {
