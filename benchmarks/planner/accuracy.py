@@ -216,7 +216,9 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 def _figures(figures: dict[str, Any]) -> list[Any]:
     signed = {"median", "worst"}
     return [figures["cells"]] + [
-        percent(value, signed=name in signed) for name, value in figures.items() if name != "cells"
+        percent(value, signed=name in signed)
+        for name, value in figures.items()
+        if name not in ("cells", "worst_absolute")
     ]
 
 
