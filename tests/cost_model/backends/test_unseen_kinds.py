@@ -44,7 +44,7 @@ def test_a_learned_bias_gets_a_gradient_of_its_own_shape(fake):
 
 
 @pytest.mark.parametrize(("cell", "entries"), [(nn.LSTMCell, 4), (nn.GRUCell, 5)])
-def test_a_fused_cell_saves_products_and_gates_and_lowers_its_operands_under_autocast(fake, kept, cell, entries):
+def test_a_fused_cell_saves_its_products_and_gates_under_autocast(fake, kept, cell, entries):
     layer, source, state = cell(8, 16), torch.empty(4, 8), torch.empty(4, 16)
     given = (state, state) if cell is nn.LSTMCell else state
     with mimic("cuda"), torch.autocast("cuda", torch.bfloat16):

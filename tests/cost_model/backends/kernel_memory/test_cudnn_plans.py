@@ -22,7 +22,10 @@ FAILS = 3000
 
 
 class Listed:
-    """cuDNN's C functions over a list of kernels: `(numerical notes, bytes of workspace or None if it cannot run)`, by list."""
+    """cuDNN's C functions over lists of kernels.
+
+    A kernel is its numerical notes and the bytes of its workspace, None if it cannot run.
+    """
 
     def __init__(self, instant, fallback=()):
         self.lists = {0: instant, 2: fallback}

@@ -16,7 +16,10 @@ WIDTH, DEPTH = 64, 24
 
 
 class _Adapted(nn.Module):
-    """A frozen layer in bfloat16 beside a trained low-rank product, as LoRA; its kernel adds in an order that depends on the rows."""
+    """A frozen bfloat16 layer with a trained low-rank product.
+
+    Its kernel adds in an order that depends on the number of rows.
+    """
 
     def __init__(self):
         super().__init__()
