@@ -157,7 +157,10 @@ def is_channels_last(source: Tensor) -> bool:
 
 
 def _pass(source: Tensor, weight: Tensor, output: Tensor, places: Sequence[Any], *, transposed: bool) -> _Pass:
-    """Return the pass; `places` are stride, padding and dilation, each with an entry for a dimension or one for all."""
+    """Return the pass.
+
+    `places` are stride, padding and dilation, each with an entry for a dimension or one for all.
+    """
     dimensions = weight.dim() - 2
     stride, padding, dilation = (tuple(each) * (dimensions if len(each) == 1 else 1) for each in places)
     return _Pass(

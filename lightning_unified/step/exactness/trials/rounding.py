@@ -19,7 +19,10 @@ from torch import Tensor
 __all__ = ["MOST", "nudged"]
 
 MOST = 5.0
-"""The largest multiple of the tolerance that rounding may explain; a tenth of a gradient in bfloat16. Judgement."""
+"""The largest multiple of the tolerance that rounding may explain.
+
+Judgement: a tenth of a gradient in bfloat16, where losses that cannot be split were off by half of it and more.
+"""
 
 _LAST_BIT = {torch.bfloat16: (torch.int16, 1), torch.float16: (torch.int16, 1)}
 _SINGLE = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13}  # the last bit that a cast to 16 bits keeps
