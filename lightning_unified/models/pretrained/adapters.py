@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_unified.models.pretrained.source import require
 
@@ -27,6 +28,9 @@ def adapt_linear_layers(
     dora: bool = False,
 ) -> None:
     """Freeze `network` and add adapters to its linear layers, in place.
+
+    Under autocast, LoRA's adapters read a 16-bit input as it is. peft converts it to the adapters' float32, and autocast converts it back: the
+    same numbers, but two more passes over the input, and a float32 copy that the backward pass keeps.
 
     Args:
         network: The network without its head, which stays unchanged.
@@ -53,6 +57,16 @@ def adapt_linear_layers(
         LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, use_dora=dora),  # pyright: ignore[reportArgumentType]
         network,
     )
+    if not dora:  # DoRA computes the lengths of rows in the converted input's dtype
+        for layer in adapter_layers(network):
+            layer._cast_input_dtype = _converted_without_autocast
+
+
+def _converted_without_autocast(source: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return an adapter's input in the adapter's dtype, or as it is under autocast, which converts it itself."""
+    if source is None or source.dtype == dtype or torch.is_autocast_enabled(source.device.type):
+        return source
+    return source.to(dtype)
 
 
 def adapter_layers(policy: nn.Module) -> list[Any]:

@@ -4,13 +4,16 @@ A package's file is converted once.
 """
 
 import json
+import pickle
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_unified.models.causal_lm import weights
 from lightning_unified.models.causal_lm.weights import adapt, build_language_model, load_language_model
 from lightning_unified.models.pretrained import gguf, streaming
+from lightning_unified.models.pretrained.adapters import adapter_layers
 from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
 
 pytest.importorskip("transformers")
@@ -96,6 +99,40 @@ def test_young_adapters_change_nothing_and_alone_are_trained_in_float32(saved):
     assert torch.equal(logits(model), before)
     assert all(".lora_" in name and one.dtype == torch.float32 for name, one in trained.items())
     assert len(trained) == 2 * 7 * 2  # two matrices beside seven layers of two blocks, none beside the head
+
+
+def passed(model, *, autocast):
+    """Return the gradients of a forward pass, and the bytes that it keeps."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.zero_grad()
+    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=IDS, use_cache=False).logits.float().square().mean()
+    loss.backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.requires_grad}, sum(kept.values())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_adapters_are_pefts_and_lora_keeps_less(saved, dora, autocast):
+    pytest.importorskip("peft")
+    model = load_language_model(saved[1], dtype="bfloat16").train()
+    adapt(model, rank=4, alpha=8.0, dora=dora)
+    for name, one in model.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(one, std=0.1)
+    ours, kept = passed(pickle.loads(pickle.dumps(model)), autocast=autocast)
+    for layer in adapter_layers(model):
+        vars(layer).pop("_cast_input_dtype", None)
+    plain, kept_by_peft = passed(model, autocast=autocast)
+
+    assert all(torch.equal(ours[name], one) for name, one in plain.items())
+    if autocast and not dora:
+        assert kept < kept_by_peft
 
 
 def test_a_target_that_is_not_there_is_refused_with_those_that_are(saved):
