@@ -87,7 +87,7 @@ class FakeFit:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
         self._settings, self.attends = spec.trainer_settings(), False
         plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
-        self._copy = self._fake_module(dtype)
+        self._copy = _fake_module(spec, self._shared(), dtype)
         self._places = Places(self._copy)
         world.place = self._places.here
         self._recorder = Recorder(
@@ -108,7 +108,7 @@ class FakeFit:
             validates=spec.validates,
             batches=batches_of(spec.trainer),
         )
-        if twins is not None and self._may_skip(twins):
+        if twins is not None and _may_skip(spec, self._copy, twins):
             self._replay_blocks(twins)
         self._copy_callbacks()
         self.trainer = DryRunTrainer(
@@ -200,15 +200,6 @@ class FakeFit:
             and self.recording.is_steady
         )
 
-    def _may_skip(self, twins: Twins) -> bool:
-        """Return whether blocks may be skipped.
-
-        Nothing of the module may be compiled, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
-        """
-        compiled = any(is_compiled(one) for one in self._spec.module.modules())
-        known = bool(twins.runs) or not self._spec.validates
-        return known and not compiled and self._copy.automatic_optimization
-
     def _replay_blocks(self, twins: Twins) -> None:
         replay = Replay(self._copy, self._recorder, twins)
         self._places.replay, self.recording.replay = replay.called, replay
@@ -224,19 +215,6 @@ class FakeFit:
         finally:
             if attention is not None:
                 attention.remove()
-
-    def _fake_module(self, dtype: torch.dtype | None) -> L.LightningModule:
-        """Return the fake copy of the module, in `dtype`; None keeps each tensor's own."""
-        module = self._spec.module
-        tensors = [*module.parameters(), *module.buffers()]
-        cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
-        copy = fake_copy(module, device=_DEVICE, cast=cast, shared=self._shared())
-        copy.configure_callbacks = list  # type: ignore[method-assign]  # the module's own callbacks might write files
-        copy._metric_attributes = None  # Lightning keeps the names of metrics by `id`, which differ in the copy
-        for child in copy.modules():
-            if "_device" in vars(child):
-                child._device = _DEVICE  # type: ignore[assignment]
-        return copy
 
     def _new_strategy(self) -> DryRunStrategy:
         strategy = DryRunStrategy(
@@ -275,6 +253,30 @@ class FakeFit:
         """Return the live objects that the copy shares with the module."""
         live = self._spec.trainer
         return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
+
+
+def _fake_module(spec: StepSpec, shared: list[Any], dtype: torch.dtype | None) -> L.LightningModule:
+    """Return the fake copy of the module, in `dtype`; None keeps each tensor's own."""
+    module = spec.module
+    tensors = [*module.parameters(), *module.buffers()]
+    cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
+    copy = fake_copy(module, device=_DEVICE, cast=cast, shared=shared)
+    copy.configure_callbacks = list  # type: ignore[method-assign]  # the module's own callbacks might write files
+    copy._metric_attributes = None  # Lightning keeps the names of metrics by `id`, which differ in the copy
+    for child in copy.modules():
+        if "_device" in vars(child):
+            child._device = _DEVICE  # type: ignore[assignment]
+    return copy
+
+
+def _may_skip(spec: StepSpec, copy: L.LightningModule, twins: Twins) -> bool:
+    """Return whether blocks may be skipped.
+
+    Nothing of the module may be compiled, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
+    """
+    compiled = any(is_compiled(one) for one in spec.module.modules())
+    known = bool(twins.runs) or not spec.validates
+    return known and not compiled and copy.automatic_optimization
 
 
 def _template(spec: StepSpec, batch: Any, stage: str) -> Template:
