@@ -35,6 +35,12 @@ def _trainer() -> L.Trainer:
     return trainer
 
 
+def _tuner_layer() -> Any:
+    import pytest
+
+    return pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
+
+
 def _transformers(name: str) -> Any:
     import pytest
 
@@ -46,6 +52,7 @@ _MAKERS: dict[str, Any] = {
     "AdamW": lambda: torch.optim.AdamW(nn.Linear(1, 1).parameters(), fused=True),
     "Autocast": lambda: torch.autocast("cpu"),
     "BatchSamplerWrapper": lambda: _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(2)), 1, False)),
+    "BaseTunerLayer": _tuner_layer,
     "CSVLogger": lambda: CSVLogger("unused"),
     "Closure": lambda: Closure(lambda: None, None, None),  # type: ignore[arg-type]
     "CombinedLoader": lambda: CombinedLoader([]),
@@ -93,6 +100,7 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "hydra._internal.utils.get_args_parser": (0, ()),
     "Trainer.fit_loop._should_accumulate": (0, ()),
     "Trainer.fit_loop.epoch_loop._should_check_val_fx": (1, ()),
+    "BaseTunerLayer._cast_input_dtype": (3, ()),
     "Metric._reduce_states": (1, ()),
     "Module._call_impl": (3, ()),
     "torch.nn.Module._apply": (2, ("recurse",)),
