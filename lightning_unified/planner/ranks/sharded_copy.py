@@ -10,13 +10,15 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends.patching import replaced
+from lightning_unified.cost_model.rates.links import gathered_bytes
 from lightning_unified.errors import DryRunError
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.step.sharding.wrapping import is_sharded, shard
@@ -37,13 +39,28 @@ def shard_copy(module: L.LightningModule, *, devices: int, recorder: Recorder) -
         raise DryRunError(f"a step of {devices} ranks is traced inside a process group of {devices} ranks.")
     if is_sharded(module):
         raise DryRunError(f"{type(module).__name__} is sharded already; give the module as it was before.")
-    shard(module, init_device_mesh("cpu", (devices,)))
+    if is_overridden("configure_model", module):
+        module._device_mesh = _mesh_of_lightning(devices)  # type: ignore[assignment]
+        module.configure_model()
+    if not is_sharded(module):
+        shard(module, init_device_mesh("cpu", (devices,)))
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.set_custom_all_gather(_NotedAllGather(recorder))
             child.set_custom_reduce_scatter(_NotedReduceScatter(recorder))
-    for name in _STEPS:
+    for name in _STEPS if isinstance(module, FSDPModule) else ():
         register_fsdp_forward_method(module, name)
+
+
+def _mesh_of_lightning(devices: int) -> DeviceMesh:
+    """Return the mesh that a module's `configure_model` reads, as `ModelParallelStrategy` makes it.
+
+    Raises:
+        DryRunError: In a process that is one of several real ranks, because all of them make such a mesh together.
+    """
+    if dist.get_backend() != "fake":
+        raise DryRunError("a module that shards itself in configure_model is traced in a process of its own.")
+    return init_device_mesh("cpu", (devices, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
 
 @contextmanager
@@ -76,8 +93,7 @@ class _Noted:
         return buffer
 
     def _note(self, name: str, whole: Tensor, group: dist.ProcessGroup) -> None:
-        ranks = group.size()
-        sent = whole.numel() * whole.element_size() * (ranks - 1) // ranks
+        sent = gathered_bytes(whole.numel() * whole.element_size(), ranks=group.size())
         self._recorder.note_collective(name, sent=sent)
 
 

@@ -1,6 +1,6 @@
 """Average gradients and broadcast buffers over ranks without allocating memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from lightning_unified.step.ranks.consensus import Ranks
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.units import MIB
 
-__all__ = ["Replicas", "flat_memory"]
+__all__ = ["Replicas", "flat_memory", "scratch_bytes_of"]
 
 # Judgement: tensors below 1 MiB share a collective, because one of their own would be mostly latency.
 _LARGE = MIB
@@ -26,6 +26,12 @@ class _Bucket:
     members: tuple[int, ...]
     views: tuple[Tensor, ...] = ()
     flat: Tensor | None = None
+
+
+def scratch_bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of scratch memory for small tensors, at most 16 MiB: those of all below 1 MiB together."""
+    small = sum(_bytes(value) for value in tensors if _bytes(value) < _LARGE)
+    return min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
 
 
 class Replicas:
@@ -45,10 +51,8 @@ class Replicas:
         # the present tensors, as in DDP: a module may later replace one by another of a different size on each rank
         self._buffers = [(name, value) for name, value in module.named_buffers() if name not in ignored]
         held = [value for _, value in (*self._parameters, *self._buffers)]
-        small = sum(_bytes(value) for value in held if _bytes(value) < _LARGE)
         device = held[0].device if held else torch.device("cpu")
-        room = min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
-        self._scratch = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._scratch = torch.zeros(scratch_bytes_of(held), dtype=torch.uint8, device=device)
         self._plans: dict[object, list[_Bucket]] = {}
 
     @property

@@ -1,0 +1,114 @@
+"""Several devices that train one module together, seen from one of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import lightning as L
+
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.rates.links import Link, link_of, tabled_link
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.ranks.fake_group import fake_group
+from lightning_unified.planner.step_traces import CountedMemory
+from lightning_unified.step.ranks.reduction import scratch_bytes_of
+
+__all__ = ["STRATEGIES", "DeviceGroup"]
+
+_NAMES = {"ddp": "unified_ddp", "fsdp": "unified_fsdp", "unified_ddp": "unified_ddp", "unified_fsdp": "unified_fsdp"}
+STRATEGIES = ("unified_ddp", "unified_fsdp")
+"""The strategies of several devices."""
+
+_BATCH = "one rank of {devices} with {strategy}: each has a batch of its own, as large as the one given"
+_NOT_COUNTED = "memory that NCCL or RCCL takes for its own buffers is not counted; torch's allocator does not see it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceGroup:
+    """The devices of a step, each a rank with a batch of its own.
+
+    Attributes:
+        devices: Their number.
+        strategy: `"unified_ddp"` or `"unified_fsdp"`; None for one device.
+        link: The link between them; None for one device.
+    """
+
+    devices: int = 1
+    strategy: str | None = None
+    link: Link | None = None
+
+    @classmethod
+    def of(
+        cls, devices: int, *, strategy: str | None, link: str | float | None, backend: str, name: str = ""
+    ) -> "DeviceGroup":
+        """Return the group that a caller describes.
+
+        Args:
+            devices: The number of devices.
+            strategy: `"ddp"` or `"fsdp"`, or the same with the prefix `unified_`; None for one device.
+            link: A link's name, or bytes a second; None for the published link of the device.
+            backend: The backend of the devices.
+            name: The device's name, if known.
+
+        Raises:
+            ConfigurationError: If an argument is not one of these.
+        """
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise ConfigurationError(f"devices={devices!r}: give the number of devices, 1 or more.")
+        if strategy is not None and (not isinstance(strategy, str) or strategy not in _NAMES):
+            raise ConfigurationError(f"strategy={strategy!r}: give one of {', '.join(_NAMES)}, or None for one device.")
+        known = None if link is None else link_of(link)
+        if devices == 1:
+            return cls()
+        if strategy is None:
+            raise ConfigurationError(
+                f'devices={devices} needs a strategy: give strategy="ddp" for a copy of the module on each, or "fsdp" to shard it.'
+            )
+        if backend == "mps":
+            raise ConfigurationError(f'devices={devices}: Lightning trains on one device of type "mps"; give devices=1.')
+        return cls(devices=devices, strategy=_NAMES[strategy], link=known or tabled_link(backend, name=name))
+
+    def with_strategy(self, strategy: str) -> "DeviceGroup":
+        """Return the same devices under another strategy."""
+        return replace(self, strategy=strategy)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this process be one of the ranks inside the block, for dry runs of sharded steps.
+
+        Raises:
+            ConfigurationError: If this process is one of another number of ranks already.
+        """
+        if self.devices == 1:
+            yield
+            return
+        with fake_group(self.devices):
+            yield
+
+    def step(self, step: StepSpec) -> StepSpec:
+        """Return a step of one of the ranks."""
+        return replace(step, shards=self.devices) if self.strategy == "unified_fsdp" else step
+
+    def counted(self, module: L.LightningModule, *, updates: bool = True) -> CountedMemory:
+        """Return the memory and the collective operations to count beside the tensors of a step."""
+        if self.strategy != "unified_ddp":
+            return CountedMemory(updates=updates)
+        scratch = scratch_bytes_of([*module.parameters(), *module.buffers()])
+        return CountedMemory(updates=updates, reduction_bytes=scratch, reducing_ranks=self.devices)
+
+    def in_prediction(self, found: Prediction) -> Prediction:
+        """Return a prediction that names the devices."""
+        if self.strategy is None:
+            return found
+        notes = (_BATCH.format(devices=self.devices, strategy=self.strategy), _NOT_COUNTED)
+        return replace(found, devices=self.devices, strategy=self.strategy, notes=(*found.notes, *notes))
+
+    def in_plan(self, found: Plan) -> Plan:
+        """Return a plan that names the devices and the link."""
+        if self.strategy is None or self.link is None:
+            return found
+        prediction = None if found.prediction is None else self.in_prediction(found.prediction)
+        reasons = {**found.reasons, "link": f"{self.link.describe()}; {self.link.source}"}
+        return replace(found, devices=self.devices, strategy=self.strategy, prediction=prediction, reasons=reasons)
