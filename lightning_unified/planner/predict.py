@@ -186,8 +186,10 @@ def plan(
         choice = planner.choose(combinations, budget_bytes=count, rates=known)
         found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
         if group.strategy is not None:
-            layouts = compared_layouts(planners.of, combinations, budget_bytes=count, rates=known)
-            found = group.in_plan(replace(found, layouts=layouts))
+            layouts = compared_layouts(
+                planners.of, combinations[0], policies=recompute_policies(module), budget_bytes=count, rates=known
+            )
+            found = group.in_plan(found, layouts)
         alignment = None if calibration is None else calibration.alignment
         aligned = _UNALIGNED if alignment is None else alignment.describe()
         found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})

@@ -96,8 +96,10 @@ def tabled_link(backend: str, *, name: str = "") -> Link:
     return LINKS[known]
 
 
-def link_of(given: str | float) -> Link:
+def link_of(given: str | float, *, name: str = "link") -> Link:
     """Return the link of a name or of a bandwidth in bytes a second, which counts as reachable in full.
+
+    Errors call the argument `name`.
 
     Raises:
         ConfigurationError: If there is no link of that name, or the bandwidth is not above 0.
@@ -110,7 +112,7 @@ def link_of(given: str | float) -> Link:
         bandwidth = 0.0
     if isinstance(given, bool) or not 0 < bandwidth < float("inf"):
         raise ConfigurationError(
-            f"link={given!r}: give one of {', '.join(LINKS)}, or the bytes that a device sends in a second, as in 50e9."
+            f"{name}={given!r}: give one of {', '.join(LINKS)}, or the bytes that a device sends in a second, as in 50e9."
         )
     return Link(name="the given link", bandwidth=bandwidth)
 

@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 
 import lightning as L
 
-from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.plan import Layout, Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.links import Link, link_of, tabled_link
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.planner.devices.layouts import why_layout
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.ranks.fake_group import fake_group
 from lightning_unified.planner.step_traces import CountedMemory
 from lightning_unified.step.ranks.reduction import scratch_bytes_of
 
-__all__ = ["STRATEGIES", "DeviceGroup"]
+__all__ = ["DeviceGroup"]
 
 _NAMES = {"ddp": "unified_ddp", "fsdp": "unified_fsdp", "unified_ddp": "unified_ddp", "unified_fsdp": "unified_fsdp"}
-STRATEGIES = ("unified_ddp", "unified_fsdp")
-"""The strategies of several devices."""
-
 _BATCH = "one rank of {devices} with {strategy}: each has a batch of its own, as large as the one given"
 _NOT_COUNTED = "memory that NCCL or RCCL takes for its own buffers is not counted; torch's allocator does not see it"
 
@@ -105,10 +103,19 @@ class DeviceGroup:
         notes = (_BATCH.format(devices=self.devices, strategy=self.strategy), _NOT_COUNTED)
         return replace(found, devices=self.devices, strategy=self.strategy, notes=(*found.notes, *notes))
 
-    def in_plan(self, found: Plan) -> Plan:
-        """Return a plan that names the devices and the link."""
+    def in_plan(self, found: Plan, layouts: tuple[Layout, ...] = ()) -> Plan:
+        """Return a plan that names the devices and the link, and compares the layouts."""
         if self.strategy is None or self.link is None:
             return found
         prediction = None if found.prediction is None else self.in_prediction(found.prediction)
         reasons = {**found.reasons, "link": f"{self.link.describe()}; {self.link.source}"}
-        return replace(found, devices=self.devices, strategy=self.strategy, prediction=prediction, reasons=reasons)
+        if layouts:
+            reasons["strategy"] = why_layout(layouts, strategy=self.strategy)
+        return replace(
+            found,
+            devices=self.devices,
+            strategy=self.strategy,
+            layouts=layouts,
+            prediction=prediction,
+            reasons=reasons,
+        )

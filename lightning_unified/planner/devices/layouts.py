@@ -1,44 +1,62 @@
 """Compare the layouts of a step on several devices: copies or shards, with and without activation checkpointing."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lightning_unified.cost_model.plan import Layout
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError
+from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import Combination
-from lightning_unified.planner.devices.group import STRATEGIES
 from lightning_unified.planner.planner import Planner
+from lightning_unified.units import format_duration
 
-__all__ = ["compared_layouts"]
+__all__ = ["best_layout", "compared_layouts", "why_layout"]
+
+_STRATEGIES = ("unified_ddp", "unified_fsdp")
 
 
 def compared_layouts(
-    planner_of: Callable[[str], Planner], combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates
+    planner_of: Callable[[str], Planner],
+    own: Combination,
+    *,
+    policies: Sequence[RecomputePolicy],
+    budget_bytes: int,
+    rates: Rates,
 ) -> tuple[Layout, ...]:
     """Return each layout with its fastest split that fits, or with its smallest one.
 
     Args:
         planner_of: Returns the planner of a strategy.
-        combinations: The combinations of memory options that are allowed, the user's own first.
+        own: The user's own combination of memory options.
+        policies: The policies of the module's blocks, from the least to the most recomputation.
         budget_bytes: Bytes that a device may use.
         rates: The speeds of a device.
     """
-    own = combinations[0]
-    all_blocks = (one for one in combinations if one.recompute is not None and one.recompute.everything)
-    shown = dict.fromkeys((own, *(one for one in all_blocks if _only_recomputes(one, own))))
+    shown = [replace(own, recompute=policy) for policy in dict.fromkeys((policies[0], policies[-1]))]
     found = [
         _layout(strategy, planner_of(strategy), combination, budget_bytes=budget_bytes, rates=rates)
-        for strategy in STRATEGIES
+        for strategy in _STRATEGIES
         for combination in shown
     ]
     return tuple(layout for layout in found if layout is not None)
 
 
-def _only_recomputes(one: Combination, own: Combination) -> bool:
-    """Return whether a combination differs from the user's own in nothing but the recomputed blocks."""
-    policy = one.recompute
-    same = (one.optimizer_kernel, one.loss_chunk, one.attention) == (own.optimizer_kernel, own.loss_chunk, own.attention)
-    return same and policy is not None and not policy.keep_attention
+def best_layout(layouts: Sequence[Layout]) -> Layout | None:
+    """Return the fastest layout that fits; of equally fast ones, the one that needs less memory."""
+    fitting = [layout for layout in layouts if layout.fits]
+    return min(fitting, key=lambda layout: (layout.seconds, layout.reserved_bytes), default=None)
+
+
+def why_layout(layouts: Sequence[Layout], *, strategy: str) -> str:
+    """Return how a strategy compares with the others, in words."""
+    best = best_layout(layouts)
+    if best is None:
+        return "nothing fits under either strategy"
+    words = f"{best.strategy} with activation checkpointing: {best.recompute}"
+    if best.strategy == strategy:
+        return f"the fastest that fits is {words}, {format_duration(best.seconds)} a step"
+    return f"{words} fits as well and is predicted faster, {format_duration(best.seconds)} a step"
 
 
 def _layout(
