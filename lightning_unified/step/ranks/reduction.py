@@ -12,10 +12,10 @@ from lightning_unified.step.ranks.consensus import Ranks
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.units import MIB
 
-__all__ = ["Replicas", "flat_memory", "scratch_bytes_of"]
+__all__ = ["LARGE", "Replicas", "bytes_of", "flat_memory", "scratch_bytes_of"]
 
 # Judgement: tensors below 1 MiB share a collective, because one of their own would be mostly latency.
-_LARGE = MIB
+LARGE = MIB
 _SCRATCH = 16 * MIB
 
 
@@ -30,8 +30,8 @@ class _Bucket:
 
 def scratch_bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of scratch memory for small tensors, at most 16 MiB: those of all below 1 MiB together."""
-    small = sum(_bytes(value) for value in tensors if _bytes(value) < _LARGE)
-    return min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
+    small = sum(bytes_of(value) for value in tensors if bytes_of(value) < LARGE)
+    return min(max(LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
 
 
 class Replicas:
@@ -102,7 +102,7 @@ class Replicas:
                     f'strategy="unified_ddp" averages dense gradients, and that of {name} is {gradient.layout}; make the layer with '
                     'sparse=False, or use strategy="ddp".'
                 )
-            elif _bytes(gradient) >= _LARGE and _order(gradient) != _order(parameter):
+            elif bytes_of(gradient) >= LARGE and _order(gradient) != _order(parameter):
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
         return mask
 
@@ -174,11 +174,11 @@ class Replicas:
         buckets: list[_Bucket] = []
         groups: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if _bytes(tensor) >= _LARGE:
+            if bytes_of(tensor) >= LARGE:
                 buckets.append(_Bucket(members=(index,)))
             elif tensor.numel():
                 group = groups.setdefault(tensor.dtype, [])
-                if sum(_bytes(tensors[member]) for member in group) + _bytes(tensor) > len(self._scratch):
+                if sum(bytes_of(tensors[member]) for member in group) + bytes_of(tensor) > len(self._scratch):
                     buckets.append(self._together(group, tensors))
                     group.clear()
                 group.append(index)
@@ -195,7 +195,8 @@ class Replicas:
         self._ranks.broadcast(flat.view(torch.uint8), source=0)
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's entries."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import find_blocks
 
-__all__ = ["Wrapping", "is_sharded", "shard", "sharded_roots", "wrapping_of"]
+__all__ = ["Wrapping", "is_sharded", "materialize", "shard", "sharded_roots", "wrapping_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,27 @@ def sharded_roots(module: nn.Module) -> list[FSDPModule]:
     for child in module.children():
         roots += [root for root in sharded_roots(child) if all(root is not other for other in roots)]
     return roots
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers on the meta device memory on `device`, and their initial values.
+
+    Raises:
+        ConfigurationError: If a module with such parameters has no `reset_parameters`.
+    """
+    for name, child in module.named_modules():
+        own = (*child.parameters(recurse=False), *child.buffers(recurse=False))
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        reset = getattr(child, "reset_parameters", None)
+        if not callable(reset):
+            raise ConfigurationError(
+                f"{name or type(module).__name__} ({type(child).__name__}) has parameters on the meta device and no reset_parameters() that "
+                "gives them values; add it, or build the module on the CPU."
+            )
+        child.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
 
 
 def _owned(module: nn.Module) -> Iterator[Tensor]:
