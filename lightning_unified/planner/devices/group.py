@@ -13,12 +13,13 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.planner.devices.layouts import why_layout
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.ranks.fake_group import fake_group
+from lightning_unified.planner.ranks.sharded_copy import Sharding
 from lightning_unified.planner.step_traces import CountedMemory
 from lightning_unified.step.ranks.reduction import scratch_bytes_of
 
 __all__ = ["DeviceGroup"]
 
-_NAMES = {"ddp": "unified_ddp", "fsdp": "unified_fsdp", "unified_ddp": "unified_ddp", "unified_fsdp": "unified_fsdp"}
+_NAMES = {"ddp": "unified_ddp", "fsdp": "fsdp", "unified_ddp": "unified_ddp", "unified_fsdp": "unified_fsdp"}
 _BATCH = "one rank of {devices} with {strategy}: each has a batch of its own, as large as the one given"
 _NOT_COUNTED = "memory that NCCL or RCCL takes for its own buffers is not counted; torch's allocator does not see it"
 
@@ -29,7 +30,7 @@ class DeviceGroup:
 
     Attributes:
         devices: Their number.
-        strategy: `"unified_ddp"` or `"unified_fsdp"`; None for one device.
+        strategy: `"unified_ddp"`, `"unified_fsdp"` or `"fsdp"`; None for one device.
         link: The link between them; None for one device.
     """
 
@@ -45,7 +46,7 @@ class DeviceGroup:
 
         Args:
             devices: The number of devices.
-            strategy: `"ddp"` or `"fsdp"`, or the same with the prefix `unified_`; None for one device.
+            strategy: `"unified_ddp"` (or `"ddp"`), `"unified_fsdp"` or `"fsdp"`; None for one device.
             link: A link's name, or bytes a second; None for the published link of the device.
             backend: The backend of the devices.
             name: The device's name, if known.
@@ -87,7 +88,9 @@ class DeviceGroup:
 
     def step(self, step: StepSpec) -> StepSpec:
         """Return a step of one of the ranks."""
-        return replace(step, shards=self.devices) if self.strategy == "unified_fsdp" else step
+        if self.strategy not in ("fsdp", "unified_fsdp"):
+            return step
+        return replace(step, sharding=Sharding(devices=self.devices, holds_whole=self.strategy == "unified_fsdp"))
 
     def counted(self, module: L.LightningModule, *, updates: bool = True) -> CountedMemory:
         """Return the memory and the collective operations to count beside the tensors of a step."""

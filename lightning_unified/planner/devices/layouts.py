@@ -13,7 +13,7 @@ from lightning_unified.units import format_duration
 
 __all__ = ["best_layout", "compared_layouts", "why_layout"]
 
-_STRATEGIES = ("unified_ddp", "unified_fsdp")
+_STRATEGIES = ("unified_ddp", "unified_fsdp", "fsdp")
 
 
 def compared_layouts(

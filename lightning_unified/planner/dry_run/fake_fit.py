@@ -96,8 +96,7 @@ class FakeFit:
         )
         if spec.compiled:
             run_as_compiled(self._copy, spec.module, self._recorder)
-        if spec.shards is not None:
-            shard_copy(self._copy, devices=spec.shards, recorder=self._recorder)
+        self._shards = None if spec.sharding is None else shard_copy(self._copy, spec.sharding, self._recorder)
         self._recomputed: CheckpointedBlocks | None = None
         self.recompute(recompute)
         self._chunk: LossChunk | None = None
@@ -211,7 +210,7 @@ class FakeFit:
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
         attention = ChunkedAttention(self._copy) if self._spec.attention else None
-        noted = contextlib.nullcontext() if self._spec.shards is None else resizes_noted(self._recorder)
+        noted = contextlib.nullcontext() if self._spec.sharding is None else resizes_noted(self._recorder)
         try:
             with noted, self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
                 yield
@@ -230,7 +229,8 @@ class FakeFit:
             micro_batches=given_to(self._spec.trainer),
             roles=self._templates.roles,
             is_prepared=self._spec.is_prepared,
-            copies_weights=_copies_weights(self._spec.trainer),
+            copies_weights=self._shards is not None or _copies_weights(self._spec.trainer),
+            shards=self._shards,
         )
         strategy.policy.most_chunks = self.size.parts
         return strategy
@@ -280,7 +280,7 @@ def _may_skip(spec: StepSpec, copy: L.LightningModule, twins: Twins) -> bool:
     """
     compiled = any(is_compiled(one) for one in spec.module.modules())
     known = bool(twins.runs) or not spec.validates
-    return known and not compiled and spec.shards is None and copy.automatic_optimization
+    return known and not compiled and spec.sharding is None and copy.automatic_optimization
 
 
 def _template(spec: StepSpec, batch: Any, stage: str) -> Template:

@@ -131,10 +131,10 @@ class Recorder(TorchDispatchMode):
         if not self._is_paused:
             self.storages.resized(storage, category)
 
-    def note_collective(self, op: str, *, sent: int) -> None:
-        """Note a collective operation in which each rank sends `sent` bytes over its link."""
+    def note_collective(self, op: str, *, sent: int, overlaps: bool = True) -> None:
+        """Note a collective operation in which each rank sends `sent` bytes, with other work at the same time if it `overlaps`."""
         if self.storages.events is not None and not self._is_paused:
-            self.storages.events.append(Collective(op, self.phase, self._place(), sent=sent))
+            self.storages.events.append(Collective(op, self.phase, self._place(), sent=sent, overlaps=overlaps))
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Count the tensors' storages as 0 bytes.

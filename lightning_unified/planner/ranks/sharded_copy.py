@@ -5,6 +5,7 @@ torch's own code gathers, frees and reduces, so its buffers and their lifetimes 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
@@ -21,46 +22,57 @@ from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.rates.links import gathered_bytes
 from lightning_unified.errors import DryRunError
 from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.planner.ranks.whole_step import whole_shards
+from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.wrapping import is_sharded, shard
 
-__all__ = ["resizes_noted", "shard_copy"]
+__all__ = ["Sharding", "resizes_noted", "shard_copy"]
 
 _STEPS = ("training_step", "validation_step")
 """Methods that run the root's forward hooks; Lightning calls them instead of `forward`."""
 
 
-def shard_copy(module: L.LightningModule, *, devices: int, recorder: Recorder) -> None:
-    """Shard a fake copy over the process group; call it inside `fake_group(devices)` and the fake world.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a module is divided over ranks.
+
+    Attributes:
+        devices: The number of ranks.
+        holds_whole: Whether a rank holds whole parameters and gradients during a step, or gathers one block at a time.
+    """
+
+    devices: int
+    holds_whole: bool = False
+
+
+def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder) -> WholeShards | None:
+    """Shard a fake copy over the process group; call it inside `fake_group` and the fake world.
+
+    Returns:
+        The whole parameters that ranks hold during a step; None if they gather one block at a time.
 
     Raises:
-        DryRunError: If there is no group of that many ranks, or the module is sharded already.
+        DryRunError: If there is no fake group of that many ranks, or the module is sharded already.
     """
-    if not dist.is_initialized() or dist.get_world_size() != devices:
-        raise DryRunError(f"a step of {devices} ranks is traced inside a process group of {devices} ranks.")
+    devices = sharding.devices
+    if not dist.is_initialized() or dist.get_world_size() != devices or dist.get_backend() != "fake":
+        raise DryRunError(f"a step of {devices} sharded ranks is traced in a process that is not one of several real ranks.")
     if is_sharded(module):
         raise DryRunError(f"{type(module).__name__} is sharded already; give the module as it was before.")
+    mesh = init_device_mesh("cpu", (devices,), mesh_dim_names=("data_parallel",))
+    module._device_mesh = mesh
     if is_overridden("configure_model", module):
-        module._device_mesh = _mesh_of_lightning(devices)  # type: ignore[assignment]
         module.configure_model()
     if not is_sharded(module):
-        shard(module, init_device_mesh("cpu", (devices,)))
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.set_custom_all_gather(_NotedAllGather(recorder))
-            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder))
+        shard(module, mesh)
     for name in _STEPS if isinstance(module, FSDPModule) else ():
         register_fsdp_forward_method(module, name)
-
-
-def _mesh_of_lightning(devices: int) -> DeviceMesh:
-    """Return the mesh that a module's `configure_model` reads, as `ModelParallelStrategy` makes it.
-
-    Raises:
-        DryRunError: In a process that is one of several real ranks, because all of them make such a mesh together.
-    """
-    if dist.get_backend() != "fake":
-        raise DryRunError("a module that shards itself in configure_model is traced in a process of its own.")
-    return init_device_mesh("cpu", (devices, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    whole = whole_shards(module, devices=devices, recorder=recorder) if sharding.holds_whole else None
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=whole is None))
+            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=whole is None))
+    return whole
 
 
 @contextmanager
@@ -84,8 +96,8 @@ def resizes_noted(recorder: Recorder) -> Iterator[None]:
 class _Noted:
     """Allocates the buffers of a collective operation, and marks them."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, *, overlaps: bool) -> None:
+        self._recorder, self._overlaps = recorder, overlaps
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = torch.empty(*size, dtype=dtype, device=device)
@@ -94,7 +106,7 @@ class _Noted:
 
     def _note(self, name: str, whole: Tensor, group: dist.ProcessGroup) -> None:
         sent = gathered_bytes(whole.numel() * whole.element_size(), ranks=group.size())
-        self._recorder.note_collective(name, sent=sent)
+        self._recorder.note_collective(name, sent=sent, overlaps=self._overlaps)
 
 
 class _NotedAllGather(_Noted, AllGather):

@@ -1,0 +1,67 @@
+"""Ranks that hold whole parameters and gradients during a step, as `unified_fsdp` does, in a dry run."""
+
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_unified.cost_model.rates.links import gathered_bytes, reduced_bytes
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.step.sharding.iteration import initialize
+from lightning_unified.step.sharding.shards import WholeShards
+from lightning_unified.step.sharding.wrapping import sharded_roots
+
+__all__ = ["whole_shards"]
+
+
+def whole_shards(module: L.LightningModule, *, devices: int, recorder: Recorder) -> WholeShards:
+    """Let a sharded fake copy hold whole parameters during a step; call it inside the fake world."""
+    roots = sharded_roots(module)
+    initialize(roots)
+    ranks: Any = _LoneRank(devices, recorder)
+    return _Shards(module, roots, ranks)
+
+
+class _Shards(WholeShards):
+    """Whole shards that leave the collectives of `shard_copy` in place."""
+
+    def __init__(self, module: L.LightningModule, roots: Any, ranks: Any) -> None:
+        super().__init__(module, roots, ranks)
+        ranks.recorder.mark([self._scratch], "communication")
+
+
+class _LoneRank:
+    """The first of several ranks, without the others: meetings are empty, and collectives leave a note.
+
+    Attributes:
+        rank: 0.
+        size: The number of ranks.
+        recorder: Takes the notes.
+    """
+
+    rank = 0
+
+    def __init__(self, size: int, recorder: Recorder) -> None:
+        self.size, self.recorder = size, recorder
+
+    def expect(self, *, parameters: int) -> None:
+        """Expect nothing."""
+
+    def meet(self, *_: Any, **__: Any) -> list[Any]:
+        """Return the words of no other rank."""
+        return []
+
+    def average(self, tensor: Tensor) -> None:
+        """Note a sum over all ranks."""
+        self._note("all-reduce", reduced_bytes(_bytes(tensor), ranks=self.size))
+
+    def scatter_sum(self, tensor: Tensor, own: Tensor) -> None:
+        """Note a sum over all ranks, of which each keeps a part."""
+        self._note("reduce-scatter", gathered_bytes(_bytes(tensor), ranks=self.size))
+
+    def _note(self, name: str, sent: int) -> None:
+        self.recorder.note_collective(name, sent=sent, overlaps=False)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
