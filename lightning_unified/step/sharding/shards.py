@@ -38,6 +38,8 @@ class WholeShards(Replicas):
     reduction allocates nothing but small scratch memory: each rank allocates its rows before the ranks meet.
     """
 
+    strategy = "unified_fsdp"
+
     def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
         self._module, self._roots = module, list(roots)
         self._collectives = VotedCollectives()
