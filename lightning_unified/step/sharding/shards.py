@@ -98,7 +98,7 @@ class WholeShards(Replicas):
         """Gather; return why this rank could not, and what all ranks said."""
         heard: list[list[Word]] = []
 
-        def vote() -> None:
+        def vote(_collective: str) -> None:
             words = self._ranks.meet(Point.GATHER)
             if any(word.outcome is not Outcome.WELL for word in words):
                 heard.append(words)
