@@ -168,6 +168,8 @@ class Fails(L.Callback):
             self._before(torch, "empty")
         elif self.phase == "reduction":
             self._before(trainer.strategy._shards, "_take_rows")
+        elif self.phase == "collective":
+            self._in_collective(trainer.strategy._shards.collectives)
         elif self.phase == "optimizer step":
             self._before(trainer.optimizers[0], "_init_group")
         elif self.phase == "half written":
@@ -187,6 +189,18 @@ class Fails(L.Callback):
     def _fail_in(self, phase: str) -> None:
         if self.phase == phase and local_rank() == self.on and self.seen == self.batch and self.left:
             self._fail()
+
+    def _in_collective(self, collectives: Any) -> None:
+        """Fail before the vote on the fifth collective: a gathering or a reduction whose buffers do not fit."""
+        begin, calls = collectives.begin, []
+
+        def failing(kind: str, sent: torch.Tensor) -> None:
+            calls.append(kind)
+            if len(calls) >= 5:
+                self._fail()
+            begin(kind, sent)
+
+        collectives.begin = failing
 
     def _before(self, owner: Any, name: str) -> None:
         call = getattr(owner, name)
@@ -221,12 +235,12 @@ class ShrinksAt(L.Callback):
 STEP = {"gradient_clip_val": 0.05, "tests": True}
 
 
-def recovered(size: int, *phases: str, hold: str = "auto", rollback: bool = True) -> dict[str, dict[str, Any]]:
+def recovered(size: int, *phases: str, hold: Any = "auto", rollback: bool = True, checks: bool = True) -> dict[str, dict[str, Any]]:
     """Return fits in which the second rank runs out of memory once, and their undisturbed twins."""
     fits: dict[str, dict[str, Any]] = {}
     for phase in phases:
         event = {"undisturbed": [], "smaller": [ShrinksAt(2)]}.get(phase, [Fails(phase)])
-        strategy = UnifiedFSDPStrategy(hold=hold, optimizer_rollback=rollback)
+        strategy = UnifiedFSDPStrategy(hold=hold, optimizer_rollback=rollback, check_split=checks)
         fits[phase] = trained(strategy, *event, ranks=size, rank=local_rank(), module={"drop": 0.3}, **STEP)
     return fits
 
