@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -19,11 +20,18 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.sharding.iteration import initialize
+from lightning_unified.step.sharding.lockstep import (
+    KeptShards,
+    LockstepEvaluation,
+    LockstepOptimization,
+    inside_root,
+)
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
@@ -48,7 +56,9 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
 
     Args:
         hold: What a rank holds whole during a step. `"parameters"`: whole parameters and gradients, gathered once before the step and
-            reduced once after it; each rank splits, checks and repeats its own batch alone. `"auto"` chooses `"parameters"`.
+            reduced once after it; each rank splits, checks and repeats its own batch alone. `"shards"`: one block at a time; all ranks
+            run the same number of micro-batches and repeat a batch together, and the exactness check is not offered. `"auto"` chooses
+            `"parameters"` if whole parameters, whole gradients and the rank's shards fit into the budget of every rank.
         optimizer_rollback: Keep a copy of this rank's rows of weights and optimizer state during each optimizer step, to restore if
             memory runs out while it writes: no other rank has these rows.
         process_group_backend: The backend of collectives; default NCCL on CUDA, gloo elsewhere.
@@ -67,7 +77,7 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     def __init__(
         self,
         *,
-        hold: Literal["auto", "parameters"] = "auto",
+        hold: Literal["auto", "parameters", "shards"] = "auto",
         budget: str | int = "auto",
         micro_batch_size: int | Literal["auto"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
@@ -89,15 +99,20 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         broadcast_buffers: bool = True,
     ) -> None:
         check_start(start_method, timeout)
-        if hold not in ("auto", "parameters"):
-            raise ConfigurationError(f'hold={hold!r}: give "auto" or "parameters".')
+        if hold not in ("auto", "parameters", "shards"):
+            raise ConfigurationError(f'hold={hold!r}: give "auto", "parameters" or "shards".')
+        if hold == "shards" and window_mean == "terms":
+            raise ConfigurationError(
+                'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
+                'hold="parameters" or window_mean="batches".'
+            )
         predict = False
         options = options_among(locals())
         self._use(DistributedPolicy(options, BudgetWatch(budget)))
         self._hold = hold
         self._broadcast_buffers = broadcast_buffers
         self._mesh: DeviceMesh | None = None
-        self._shards: WholeShards | None = None
+        self._shards: WholeShards | KeptShards | None = None
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
 
     @override
@@ -114,7 +129,12 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     @property
     def whole_parameters(self) -> list[Tensor]:
         """The whole parameters that a step computes with; none before they are gathered for the first time."""
-        return [] if self._shards is None else self._shards.whole_parameters
+        return self._shards.whole_parameters if isinstance(self._shards, WholeShards) else []
+
+    @property
+    def holds(self) -> str:
+        """What a rank holds whole during a step: `"parameters"` or `"shards"`."""
+        return "shards" if isinstance(self._shards, KeptShards) else "parameters"
 
     @override
     def setup_distributed(self) -> None:
@@ -148,7 +168,9 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         self.model_to_device()
         roots = sharded_roots(module)
         initialize(roots)
-        self._shards = WholeShards(module, roots, self.ranks)
+        with self.ranks.reporting_errors():
+            kind = KeptShards if self._keeps_shards(module) else WholeShards
+            self._shards = kind(module, roots, self.ranks)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             _refuse_optimizers(self.optimizers)
@@ -164,14 +186,26 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._optimization(trainer)
-        assert self._shards is not None
-        return WholeOptimization(
-            trainer,
-            self.policy,
-            ranks=self.ranks,
-            shards=self._shards,
-            broadcast_buffers=self._broadcast_buffers,
-        )
+        shards, arguments = self._shards, {"ranks": self.ranks, "broadcast_buffers": self._broadcast_buffers}
+        if isinstance(shards, KeptShards):
+            return LockstepOptimization(trainer, self.policy, shards=shards, **arguments)
+        assert shards is not None
+        return WholeOptimization(trainer, self.policy, shards=shards, **arguments)
+
+    @override
+    def _evaluation(self, trainer: L.Trainer) -> EvaluationSteps:
+        if isinstance(self._shards, KeptShards):
+            return LockstepEvaluation(trainer, self.policy, ranks=self.ranks, shards=self._shards)
+        return super()._evaluation(trainer)
+
+    def _keeps_shards(self, module: nn.Module) -> bool:
+        """Return whether ranks hold shards during a step: as asked, or if the whole does not fit the budget of one of them."""
+        if self._hold != "auto":
+            return self._hold == "shards"
+        budget = self.policy.watch.budget
+        fits = budget is None or _bytes_of_whole(module, ranks=self.world_size) <= budget.bytes
+        words = self.ranks.meet(Point.DECISION, digest=int(not fits))
+        return any(word.digest for word in words)
 
     @override
     def optimizer_step(
@@ -208,9 +242,53 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
 
     def _gather(self) -> None:
         """Make parameters whole for an evaluation, in which each rank may repeat its own batches."""
-        assert self._shards is not None
-        with self.ranks.reporting_errors():
-            self._shards.gather()
+        if isinstance(self._shards, WholeShards):
+            with self.ranks.reporting_errors():
+                self._shards.gather()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stepped("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+
+    def _stepped(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        method = getattr(module, name)
+        with context:
+            if isinstance(self._shards, KeptShards):
+                return inside_root(module, method, *args, **kwargs)
+            return method(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        call = partial(self._evaluation_step, "validation_step")
+        return self._evaluated(call, args, kwargs, phase="validation")
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(partial(self._evaluation_step, "test_step"), args, kwargs, phase="test")
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(partial(self._evaluation_step, "predict_step"), args, kwargs, phase="predict")
+
+    def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        contexts = {
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }
+        return self._stepped(name, contexts[name](), args, kwargs)
+
+
+def _bytes_of_whole(module: nn.Module, *, ranks: int) -> int:
+    """Return the bytes of whole parameters and gradients beside a rank's shards.
+
+    The shards are those of parameters, gradients, two states of the optimizer, and the copies of an optimizer step.
+    """
+    held = sum(one.numel() * one.element_size() for one in module.parameters())
+    trained = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
+    return held + trained + (held + 6 * trained) // ranks
 
 
 def _refuse_module(module: L.LightningModule, precision: Precision, *, trains: bool) -> None:

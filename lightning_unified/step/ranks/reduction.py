@@ -42,7 +42,12 @@ class Replicas:
     reduction begins when every rank has its gradients. It needs a scratch memory of at most 16 MiB, allocated
     beforehand. A rank may still run out of memory while it copies to or from that memory. It then takes part in every
     collective and raises afterwards.
+
+    Attributes:
+        strategy: The name of the strategy, for errors.
     """
+
+    strategy = "unified_ddp"
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -99,7 +104,7 @@ class Replicas:
                 mask |= 1 << index
             elif gradient.layout != torch.strided:
                 raise ConfigurationError(
-                    f'strategy="unified_ddp" averages dense gradients, and that of {name} is {gradient.layout}; make the layer with '
+                    f'strategy="{self.strategy}" averages dense gradients, and that of {name} is {gradient.layout}; make the layer with '
                     'sparse=False, or use strategy="ddp".'
                 )
             elif bytes_of(gradient) >= LARGE and _order(gradient) != _order(parameter):

@@ -122,16 +122,17 @@ class VotedCollectives:
     failed before this collective.
 
     Attributes:
-        vote: Called before each collective; raises if another rank has failed. None where no rank may fail alone.
+        vote: Called before each collective with its description; raises if another rank has failed. None while ranks do not
+            vote.
     """
 
     def __init__(self) -> None:
-        self.vote: Callable[[], object] | None = None
+        self.vote: Callable[[str], object] | None = None
 
-    def begin(self) -> None:
-        """Vote, if ranks vote now."""
+    def begin(self, kind: str, sent: Tensor) -> None:
+        """Vote on a collective that sends a tensor, if ranks vote now."""
         if self.vote is not None:
-            self.vote()
+            self.vote(f"{kind} of {sent.numel()} {sent.dtype}")
 
 
 class _Allocates:
@@ -147,7 +148,7 @@ class _AllGather(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._voted.begin()
+        self._voted.begin("all-gather", input_tensor)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -160,7 +161,7 @@ class _ReduceScatter(_Allocates):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._voted.begin()
+        self._voted.begin("reduce-scatter", input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 

@@ -38,6 +38,8 @@ class WholeShards(Replicas):
     reduction allocates nothing but small scratch memory: each rank allocates its rows before the ranks meet.
     """
 
+    strategy = "unified_fsdp"
+
     def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
         self._module, self._roots = module, list(roots)
         self._collectives = VotedCollectives()
@@ -96,7 +98,7 @@ class WholeShards(Replicas):
         """Gather; return why this rank could not, and what all ranks said."""
         heard: list[list[Word]] = []
 
-        def vote() -> None:
+        def vote(_collective: str) -> None:
             words = self._ranks.meet(Point.GATHER)
             if any(word.outcome is not Outcome.WELL for word in words):
                 heard.append(words)
