@@ -22,19 +22,25 @@ from lightning_unified import predict
 
 RECORD = Path(__file__).with_name("records") / "several_devices_cpu.json"
 _MODULES = ("mlp", "gearhead-small", "tied 150k vocabulary")
-_SHARDED = ("fsdp", "unified_fsdp")
+_SHARDED = (("fsdp", "auto"), ("unified_fsdp", "parameters"), ("unified_fsdp", "shards"))
+_SETTINGS = ((2, False), (2, True), (4, False), (4, True))
 
 
 def cells() -> Iterator[RankCell]:
     """Yield each module sharded over 2 and 4 ranks with and without recomputation, and a few cells with other settings."""
-    for name, strategy, devices, recompute in product(_MODULES, _SHARDED, (2, 4), (False, True)):
+    for name, (strategy, hold), (devices, recompute) in product(_MODULES, _SHARDED, _SETTINGS):
         yield RankCell(
-            module=name, devices=devices, strategy=strategy, recompute=recompute, rows=MODULES[name].cpu.rows[0]
+            module=name,
+            devices=devices,
+            strategy=strategy,
+            hold=hold,
+            recompute=recompute,
+            rows=MODULES[name].cpu.rows[0],
         )
     for name in _MODULES:
         yield RankCell(module=name, devices=2, strategy="unified_ddp", rows=MODULES[name].cpu.rows[0])
-    for strategy, precision in product(_SHARDED, ("bf16-mixed", "bf16-true")):
-        yield RankCell(module="bert-like", devices=2, strategy=strategy, precision=precision, rows=4)
+    for (strategy, hold), precision in product(_SHARDED, ("bf16-mixed", "bf16-true")):
+        yield RankCell(module="bert-like", devices=2, strategy=strategy, hold=hold, precision=precision, rows=4)
 
 
 def predicted(cell: RankCell) -> int:
@@ -48,6 +54,7 @@ def predicted(cell: RankCell) -> int:
         recompute=cell.recompute or None,
         devices=cell.devices,
         strategy=cell.strategy,  # type: ignore[arg-type]
+        hold=cell.hold,  # type: ignore[arg-type]
     )
     return found.peak_bytes
 

@@ -17,6 +17,7 @@ class Layout:
 
     Attributes:
         strategy: `"unified_ddp"` or `"unified_fsdp"`.
+        hold: What a rank of `unified_fsdp` holds whole during a step: `"parameters"` or `"shards"`; empty for `unified_ddp`.
         recompute: Modules under activation checkpointing, in words.
         micro_batch_size: Rows of the largest micro-batch of a device.
         parts: Number of micro-batches in a step.
@@ -28,6 +29,7 @@ class Layout:
     """
 
     strategy: str
+    hold: str
     recompute: str
     micro_batch_size: int
     parts: int
@@ -55,7 +57,8 @@ class Plan(Printed):
         predicted_peak_bytes: Predicted reading of the device's peak counter, including bytes the process held before; None
             without a prediction.
         devices: Number of devices; every figure is that of one of them.
-        strategy: `"unified_ddp"` or `"unified_fsdp"` for several devices; empty for one.
+        strategy: `"unified_ddp"`, `"unified_fsdp"` or `"fsdp"` for several devices; empty for one.
+        hold: What a rank of `unified_fsdp` holds whole during a step: `"parameters"` or `"shards"`; else empty.
         layouts: Strategies of several devices with and without activation checkpointing, compared.
         alternatives: Other plans the search compared, fitting ones first.
         reasons: Reason of each decision, by attribute name.
@@ -73,6 +76,7 @@ class Plan(Printed):
     predicted_peak_bytes: int | None = None
     devices: int = 1
     strategy: str = ""
+    hold: str = ""
     layouts: tuple[Layout, ...] = ()
     alternatives: tuple[Candidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)

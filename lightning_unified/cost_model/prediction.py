@@ -37,7 +37,7 @@ class Prediction(Printed):
             it; 0 without generation.
         generation_seconds: Seconds of that generation, by formula; part of `seconds`.
         devices: Number of devices that train together; every figure is that of one of them.
-        strategy: `"unified_ddp"` or `"unified_fsdp"` for several devices; empty for one.
+        strategy: `"unified_ddp"`, `"unified_fsdp"` or `"fsdp"` for several devices; empty for one.
         sent_bytes: Bytes that the device sends to the others in a step.
         link_seconds: Seconds that its link is busy in a step, overlapped or not; None for one device.
     """

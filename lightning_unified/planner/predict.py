@@ -50,6 +50,7 @@ def predict(
     validation_batch: Any = None,
     devices: int = 1,
     strategy: Literal["ddp", "fsdp", "unified_ddp", "unified_fsdp"] | None = None,
+    hold: Literal["auto", "parameters", "shards"] = "auto",
     link: str | float | None = None,
 ) -> Prediction:
     """Predict a training step's memory and time on a device, which need not be here.
@@ -72,8 +73,9 @@ def predict(
         trainer: The Trainer of the fit, with its callbacks, clipping and accumulation; None for a default Trainer.
         validation_batch: A whole batch as `validation_step` gets it, to predict `validation` too; None leaves that out.
         devices: The number of devices that train together, each with a batch as large as `batch`. The figures are those of one.
-        strategy: For several devices, `"ddp"` (a copy of the module on each, as `unified_ddp` has it) or `"fsdp"` (parameters,
-            gradients and optimizer state sharded by FSDP2, as `unified_fsdp` has them).
+        strategy: For several devices, `"ddp"` or `"unified_ddp"` (a copy of the module on each), `"unified_fsdp"`, or `"fsdp"` (FSDP2
+            alone, as Lightning's `ModelParallelStrategy` runs it: without scratch memory and copies for a recovery).
+        hold: What a rank of `unified_fsdp` holds whole during a step, as `UnifiedFSDPStrategy` takes it; `"auto"` is `"parameters"` here.
         link: The link between the devices: a name such as `"nvlink4"`, or bytes a second; None for the published one.
 
     Raises:
@@ -96,6 +98,7 @@ def predict(
     )
     backend, name = backend_of(device), "" if rates is None else rates.name
     group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=name)
+    group = group.holding(hold, module, budget_bytes=None)
     step = group.step(StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer))
     traces = StepTraces(step, counted=group.counted(module, updates=optimizer_step))
     with group.entered():
@@ -127,6 +130,7 @@ def plan(
     phases: Phases | None = None,
     devices: int = 1,
     strategy: Literal["ddp", "fsdp", "unified_ddp", "unified_fsdp"] | None = None,
+    hold: Literal["auto", "parameters", "shards"] = "auto",
     link: str | float | None = None,
 ) -> Plan:
     """Return the plan of least predicted step time that fits into `budget`.
@@ -150,6 +154,7 @@ def plan(
         phases: One object for the plans of all phases of a fit, as `Phases` describes it.
         devices: As in `predict`; the budget is that of one device.
         strategy: As in `predict`. The plan's `layouts` compare both strategies, with and without activation checkpointing.
+        hold: As in `predict`; `"auto"` chooses by the budget, as the strategy does.
         link: As in `predict`.
 
     Returns:
@@ -169,6 +174,7 @@ def plan(
     calibration = calibration_of(device) if rates is None else None
     known, speeds = speeds_of(device, rates=rates, calibration=calibration)
     group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=known.name)
+    group = group.holding(hold, module, budget_bytes=count)
     step = StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer)
     planners = _Planners(
         step, group, SizeLimits(micro_batch_size=micro_batch_size), phases=phases or Phases(), calibration=calibration
@@ -182,12 +188,13 @@ def plan(
         attentions=attention_choices(module, attention, backend=backend),
     )
     with group.entered():
-        planner = planners.of(group.strategy)
+        planner = planners.of(group)
         choice = planner.choose(combinations, budget_bytes=count, rates=known)
         found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
         if group.strategy is not None:
+            compared = [(str(one.strategy), one.hold or "", planners.of(one)) for one in group.layouts()]
             layouts = compared_layouts(
-                planners.of, combinations[0], policies=recompute_policies(module), budget_bytes=count, rates=known
+                compared, combinations[0], policies=recompute_policies(module), budget_bytes=count, rates=known
             )
             found = group.in_plan(found, layouts)
         alignment = None if calibration is None else calibration.alignment
@@ -199,7 +206,7 @@ def plan(
 
 
 class _Planners:
-    """The planners of a step under each strategy of its devices."""
+    """The planners of a step in each layout of its devices."""
 
     def __init__(
         self,
@@ -210,26 +217,21 @@ class _Planners:
         phases: Phases,
         calibration: Calibration | None,
     ) -> None:
-        self._step, self._group, self._limits, self._calibration = step, group, limits, calibration
+        self._step, self._limits = step, limits
+        self._calibration = calibration if group.devices == 1 else None  # measured on one device
         self.traces = phases.traces(group.step(step), limits=limits, counted=group.counted(step.module))
-        self._planners = {group.strategy: self._planner(self.traces)}
+        self._planners = {group: self._planner(group, self.traces)}
 
-    def of(self, strategy: str | None) -> Planner:
-        """Return the planner of a strategy."""
-        if strategy not in self._planners:
-            assert strategy is not None
-            group = self._group.with_strategy(strategy)
-            traces = StepTraces(
-                group.step(self._step), limits=self._limits, counted=group.counted(self._step.module)
-            )
-            self._planners[strategy] = self._planner(traces)
-        return self._planners[strategy]
+    def of(self, group: DeviceGroup) -> Planner:
+        """Return the planner of a layout."""
+        if group not in self._planners:
+            counted = group.counted(self._step.module)
+            traces = StepTraces(group.step(self._step), limits=self._limits, counted=counted)
+            self._planners[group] = self._planner(group, traces)
+        return self._planners[group]
 
-    def _planner(self, traces: StepTraces) -> Planner:
-        """Return a planner; measurements of earlier steps, made on one device, correct only steps of one device."""
-        return Planner(
-            traces, calibration=self._calibration if self._group.devices == 1 else None, link=self._group.link
-        )
+    def _planner(self, group: DeviceGroup, traces: StepTraces) -> Planner:
+        return Planner(traces, calibration=self._calibration, link=group.link)
 
 
 def plan_many(
@@ -246,6 +248,7 @@ def plan_many(
     trainer: L.Trainer | None = None,
     devices: int = 1,
     strategy: str | None = None,
+    hold: Literal["auto", "parameters", "shards"] = "auto",
     link: str | float | None = None,
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
@@ -258,15 +261,17 @@ def plan_many(
     """
     check_attention(attention)
     options: dict[str, Any] = {"recompute": recompute, "optimizer_kernel": optimizer_kernel, "loss_chunk": loss_chunk}
-    traces: dict[str, StepTraces] = {}
+    traces: dict[tuple[str, str | None], StepTraces] = {}
     limits, plans = SizeLimits(micro_batch_size=micro_batch_size), {}
     for name, (backend, count, rates) in machines.items():
         known = rates or tabled_rates(name) or typical_rates(backend)
         group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend_of(backend), name=known.name)
-        if backend not in traces:
+        group = group.holding(hold, module, budget_bytes=count)
+        key = backend, group.hold
+        if key not in traces:
             step = StepSpec(module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer)
-            traces[backend] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
-        planner = Planner(traces[backend], link=group.link)
+            traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
+        planner = Planner(traces[key], link=group.link)
         attentions = attention_choices(module, attention, backend=backend_of(backend))
         combinations = _combinations(module, precision, attentions=attentions, **options)
         with group.entered():

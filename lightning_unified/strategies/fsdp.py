@@ -32,7 +32,7 @@ from lightning_unified.step.sharding.lockstep import (
     LockstepOptimization,
     inside_root,
 )
-from lightning_unified.step.sharding.shards import WholeShards
+from lightning_unified.step.sharding.shards import WholeShards, bytes_of_whole
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
 from lightning_unified.step.sharding.wrapping import is_sharded, materialize, shard, sharded_roots
@@ -203,7 +203,7 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         if self._hold != "auto":
             return self._hold == "shards"
         budget = self.policy.watch.budget
-        fits = budget is None or _bytes_of_whole(module, ranks=self.world_size) <= budget.bytes
+        fits = budget is None or bytes_of_whole(module, ranks=self.world_size) <= budget.bytes
         words = self.ranks.meet(Point.DECISION, digest=int(not fits))
         return any(word.digest for word in words)
 
@@ -279,16 +279,6 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
             "predict_step": self.precision_plugin.predict_step_context,
         }
         return self._stepped(name, contexts[name](), args, kwargs)
-
-
-def _bytes_of_whole(module: nn.Module, *, ranks: int) -> int:
-    """Return the bytes of whole parameters and gradients beside a rank's shards.
-
-    The shards are those of parameters, gradients, two states of the optimizer, and the copies of an optimizer step.
-    """
-    held = sum(one.numel() * one.element_size() for one in module.parameters())
-    trained = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
-    return held + trained + (held + 6 * trained) // ranks
 
 
 def _refuse_module(module: L.LightningModule, precision: Precision, *, trains: bool) -> None:

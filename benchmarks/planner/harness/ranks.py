@@ -43,6 +43,7 @@ class RankCell:
         module: The name of a module of the zoo.
         devices: The number of ranks.
         strategy: `"fsdp"` (Lightning's `ModelParallelStrategy`), `"unified_fsdp"` or `"unified_ddp"`.
+        hold: As `UnifiedFSDPStrategy` takes it.
         recompute: Whether all blocks recompute their activations.
         optimizer: The optimizer, as the zoo names it.
         precision: Lightning's name.
@@ -52,6 +53,7 @@ class RankCell:
     module: str
     devices: int
     strategy: str
+    hold: str = "auto"
     recompute: bool = False
     optimizer: str = "adamw foreach"
     precision: str = "32-true"
@@ -164,7 +166,7 @@ def _strategy(cell: RankCell) -> Strategy:
     if cell.strategy == "fsdp":
         return ModelParallelStrategy(data_parallel_size=cell.devices, tensor_parallel_size=1)
     kinds = {"unified_fsdp": UnifiedFSDPStrategy, "unified_ddp": UnifiedDDPStrategy}
-    options: dict[str, Any] = {} if cell.strategy == "unified_fsdp" else {"predict": False}
+    options: dict[str, Any] = {"hold": cell.hold} if cell.strategy == "unified_fsdp" else {"predict": False}
     return kinds[cell.strategy](
         micro_batch_size=cell.rows, recompute=cell.recompute, budget="90%", check_split=False, **options
     )

@@ -11,7 +11,7 @@ from lightning_unified.errors import ConfigurationError
 __all__ = ["devices_of", "group_arguments"]
 
 _CLASSES = {"UnifiedDDPStrategy": "unified_ddp", "UnifiedFSDPStrategy": "unified_fsdp"}
-_PLANNED = ("unified_ddp", "unified_fsdp")
+_PLANNED = ("unified_ddp", "unified_fsdp", "fsdp")
 
 
 def group_arguments(config: DictConfig, *, backend: str, link: str | None) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def group_arguments(config: DictConfig, *, backend: str, link: str | None) -> di
         raise ConfigurationError(f"trainer.devices={config.trainer.devices}: Lightning trains on one device of type mps.")
     if link is not None:
         link_of(link, name="--link")
-    return {"devices": devices, "strategy": strategy, **({} if link is None else {"link": link})}
+    hold = config.memory.get("hold")
+    given = {"hold": hold, "link": link}
+    return {"devices": devices, "strategy": strategy, **{name: one for name, one in given.items() if one is not None}}
 
 
 def devices_of(config: DictConfig, *, backend: str) -> int:

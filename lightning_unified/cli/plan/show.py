@@ -94,7 +94,8 @@ class Page:
         """The devices, their strategy and their batches in one line."""
         devices, rows = self.plan.devices, self.subject.rows
         batches = "a batch each" if rows is None else f"a batch of {rows} rows each, {devices * rows} rows in all"
-        return f"{devices} with {self.plan.strategy}; {batches}; budget and figures are of one device"
+        strategy = f"{self.plan.strategy}{f', hold={self.plan.hold}' * bool(self.plan.hold)}"
+        return f"{devices} with {strategy}; {batches}; budget and figures are of one device"
 
     @property
     def refusal(self) -> str:
@@ -120,6 +121,7 @@ class Page:
             "pool": self.target.reading.pool,
             "devices": self.plan.devices,
             "strategy": self.plan.strategy or None,
+            "hold": self.plan.hold or None,
             "budget_bytes": self.target.budget.bytes,
             "watermarks": {"low": marks.low, "high": marks.high},
             "fits": does_fit(self.plan),

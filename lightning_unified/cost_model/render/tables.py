@@ -160,12 +160,12 @@ def layouts_table(plan: Plan) -> Table:
     rows = tuple(_layout_row(each, plan, is_best=each.fits and each.seconds == best) for each in plan.layouts)
     return Table(
         title=f"{plan.devices} devices: copies or shards",
-        columns=("", "strategy", "recompute", "rows", "peak", "allocator", "link", "step", "fits"),
+        columns=("", "strategy", "hold", "recompute", "rows", "peak", "allocator", "link", "step", "fits"),
         rows=rows,
-        numbers=frozenset({3, 4, 5, 6, 7}),
+        numbers=frozenset({4, 5, 6, 7, 8}),
         strong=frozenset(at for at, row in enumerate(rows) if row[0]),
         faint=frozenset(at for at, row in enumerate(rows) if row[-1] != _FITS),
-        remark="All figures are of one device. The link of unified_fsdp works while the device computes, as far as it can; that of unified_ddp afterwards.",
+        remark="All figures are of one device. With hold=shards the link works while the device computes, as far as it can; else before and after.",
     )
 
 
@@ -173,6 +173,7 @@ def _layout_row(each: Layout, plan: Plan, *, is_best: bool) -> tuple[str, ...]:
     return (
         _CHOSEN if is_best else "",
         each.strategy,
+        each.hold,
         each.recompute,
         f"{each.micro_batch_size} × {each.parts}",
         format_bytes(each.peak_bytes),

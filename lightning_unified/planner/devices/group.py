@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import lightning as L
 
@@ -16,11 +17,16 @@ from lightning_unified.planner.ranks.fake_group import fake_group
 from lightning_unified.planner.ranks.sharded_copy import Sharding
 from lightning_unified.planner.step_traces import CountedMemory
 from lightning_unified.step.ranks.reduction import scratch_bytes_of
+from lightning_unified.step.sharding.shards import bytes_of_whole
 
 __all__ = ["DeviceGroup"]
 
 _NAMES = {"ddp": "unified_ddp", "fsdp": "fsdp", "unified_ddp": "unified_ddp", "unified_fsdp": "unified_fsdp"}
 _BATCH = "one rank of {devices} with {strategy}: each has a batch of its own, as large as the one given"
+_HELD = {
+    "parameters": 'hold="parameters": whole parameters and gradients during a step, gathered and reduced once',
+    "shards": 'hold="shards": one block at a time is whole, gathered and reduced for every micro-batch',
+}
 _NOT_COUNTED = "memory that NCCL or RCCL takes for its own buffers is not counted; torch's allocator does not see it"
 
 
@@ -31,11 +37,13 @@ class DeviceGroup:
     Attributes:
         devices: Their number.
         strategy: `"unified_ddp"`, `"unified_fsdp"` or `"fsdp"`; None for one device.
+        hold: What a rank of `unified_fsdp` holds whole during a step: `"parameters"` or `"shards"`; None for other strategies.
         link: The link between them; None for one device.
     """
 
     devices: int = 1
     strategy: str | None = None
+    hold: Literal["parameters", "shards"] | None = None
     link: Link | None = None
 
     @classmethod
@@ -69,9 +77,30 @@ class DeviceGroup:
             raise ConfigurationError(f'devices={devices}: Lightning trains on one device of type "mps"; give devices=1.')
         return cls(devices=devices, strategy=_NAMES[strategy], link=known or tabled_link(backend, name=name))
 
-    def with_strategy(self, strategy: str) -> "DeviceGroup":
-        """Return the same devices under another strategy."""
-        return replace(self, strategy=strategy)
+    def holding(self, hold: str, module: L.LightningModule, *, budget_bytes: int | None) -> "DeviceGroup":
+        """Return the group with what its ranks hold whole during a step, as `UnifiedFSDPStrategy` chooses it.
+
+        Args:
+            hold: `"auto"`, `"parameters"` or `"shards"`.
+            module: The module.
+            budget_bytes: Bytes that a device may use; None for no limit.
+
+        Raises:
+            ConfigurationError: If `hold` is not one of these.
+        """
+        if hold not in ("auto", "parameters", "shards"):
+            raise ConfigurationError(f'hold={hold!r}: give "auto", "parameters" or "shards".')
+        if self.strategy != "unified_fsdp":
+            return self
+        if hold == "auto":
+            fits = budget_bytes is None or bytes_of_whole(module, ranks=self.devices) <= budget_bytes
+            hold = "parameters" if fits else "shards"
+        return replace(self, hold="parameters" if hold == "parameters" else "shards")
+
+    def layouts(self) -> tuple["DeviceGroup", ...]:
+        """Return the ways in which these devices can train a module together."""
+        whole, shards = (replace(self, strategy="unified_fsdp", hold=hold) for hold in ("parameters", "shards"))
+        return replace(self, strategy="unified_ddp", hold=None), whole, shards
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -90,7 +119,7 @@ class DeviceGroup:
         """Return a step of one of the ranks."""
         if self.strategy not in ("fsdp", "unified_fsdp"):
             return step
-        return replace(step, sharding=Sharding(devices=self.devices, holds_whole=self.strategy == "unified_fsdp"))
+        return replace(step, sharding=Sharding(devices=self.devices, hold=self.hold))
 
     def counted(self, module: L.LightningModule, *, updates: bool = True) -> CountedMemory:
         """Return the memory and the collective operations to count beside the tensors of a step."""
@@ -103,8 +132,9 @@ class DeviceGroup:
         """Return a prediction that names the devices."""
         if self.strategy is None:
             return found
+        held = () if self.hold is None else (_HELD[self.hold],)
         notes = (_BATCH.format(devices=self.devices, strategy=self.strategy), _NOT_COUNTED)
-        return replace(found, devices=self.devices, strategy=self.strategy, notes=(*found.notes, *notes))
+        return replace(found, devices=self.devices, strategy=self.strategy, notes=(*found.notes, *notes, *held))
 
     def in_plan(self, found: Plan, layouts: tuple[Layout, ...] = ()) -> Plan:
         """Return a plan that names the devices and the link, and compares the layouts."""
@@ -113,11 +143,12 @@ class DeviceGroup:
         prediction = None if found.prediction is None else self.in_prediction(found.prediction)
         reasons = {**found.reasons, "link": f"{self.link.describe()}; {self.link.source}"}
         if layouts:
-            reasons["strategy"] = why_layout(layouts, strategy=self.strategy)
+            reasons["strategy"] = why_layout(layouts, strategy=self.strategy, hold=self.hold or "")
         return replace(
             found,
             devices=self.devices,
             strategy=self.strategy,
+            hold=self.hold or "",
             layouts=layouts,
             prediction=prediction,
             reasons=reasons,

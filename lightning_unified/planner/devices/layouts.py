@@ -1,6 +1,6 @@
 """Compare the layouts of a step on several devices: copies or shards, with and without activation checkpointing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_unified.cost_model.plan import Layout
@@ -13,11 +13,9 @@ from lightning_unified.units import format_duration
 
 __all__ = ["best_layout", "compared_layouts", "why_layout"]
 
-_STRATEGIES = ("unified_ddp", "unified_fsdp", "fsdp")
-
 
 def compared_layouts(
-    planner_of: Callable[[str], Planner],
+    planners: Sequence[tuple[str, str, Planner]],
     own: Combination,
     *,
     policies: Sequence[RecomputePolicy],
@@ -27,7 +25,7 @@ def compared_layouts(
     """Return each layout with its fastest split that fits, or with its smallest one.
 
     Args:
-        planner_of: Returns the planner of a strategy.
+        planners: Each strategy with what its ranks hold whole during a step, and its planner.
         own: The user's own combination of memory options.
         policies: The policies of the module's blocks, from the least to the most recomputation.
         budget_bytes: Bytes that a device may use.
@@ -35,8 +33,8 @@ def compared_layouts(
     """
     shown = [replace(own, recompute=policy) for policy in dict.fromkeys((policies[0], policies[-1]))]
     found = [
-        _layout(strategy, planner_of(strategy), combination, budget_bytes=budget_bytes, rates=rates)
-        for strategy in _STRATEGIES
+        _layout(strategy, hold, planner, combination, budget_bytes=budget_bytes, rates=rates)
+        for strategy, hold, planner in planners
         for combination in shown
     ]
     return tuple(layout for layout in found if layout is not None)
@@ -48,19 +46,19 @@ def best_layout(layouts: Sequence[Layout]) -> Layout | None:
     return min(fitting, key=lambda layout: (layout.seconds, layout.reserved_bytes), default=None)
 
 
-def why_layout(layouts: Sequence[Layout], *, strategy: str) -> str:
+def why_layout(layouts: Sequence[Layout], *, strategy: str, hold: str) -> str:
     """Return how a strategy compares with the others, in words."""
     best = best_layout(layouts)
     if best is None:
         return "nothing fits under either strategy"
-    words = f"{best.strategy} with activation checkpointing: {best.recompute}"
-    if best.strategy == strategy:
+    words = f"{best.strategy}{f' with hold={best.hold}' * bool(best.hold)}, activation checkpointing: {best.recompute}"
+    if (best.strategy, best.hold) == (strategy, hold):
         return f"the fastest that fits is {words}, {format_duration(best.seconds)} a step"
     return f"{words} fits as well and is predicted faster, {format_duration(best.seconds)} a step"
 
 
 def _layout(
-    strategy: str, planner: Planner, combination: Combination, *, budget_bytes: int, rates: Rates
+    strategy: str, hold: str, planner: Planner, combination: Combination, *, budget_bytes: int, rates: Rates
 ) -> Layout | None:
     try:
         choice = planner.choose([combination], budget_bytes=budget_bytes, rates=rates)
@@ -70,6 +68,7 @@ def _layout(
     found = planner.prediction_of(best)
     return Layout(
         strategy=strategy,
+        hold=hold,
         recompute=best.recompute,
         micro_batch_size=best.micro_batch_size,
         parts=best.parts,

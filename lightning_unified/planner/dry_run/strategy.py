@@ -25,6 +25,7 @@ from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
 
@@ -44,7 +45,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         micro_batches: The rules given to the live strategy.
         is_prepared: Whether the rule `prepare` has already been applied to training batches.
         copies_weights: Whether weights and optimizer state are copied around the optimizer step.
-        shards: The whole parameters that the rank holds during a step; None if it holds none.
+        shards: What a rank of `unified_fsdp` holds during a step; None for one that does not recover, and for one device.
 
     Attributes:
         steps: The number of optimizer steps so far.
@@ -65,7 +66,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         roles: Mapping[str, Roles],
         is_prepared: bool = False,
         copies_weights: bool = False,
-        shards: WholeShards | None = None,
+        shards: WholeShards | KeptShards | None = None,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         options = MemoryOptions(
@@ -207,21 +208,21 @@ class _Steps(UnifiedOptimization):
         *,
         strategy: DryRunStrategy,
         is_prepared: bool,
-        shards: WholeShards | None,
+        shards: WholeShards | KeptShards | None,
     ) -> None:
         super().__init__(trainer, policy)
         self._dry_run, self._is_prepared, self._shards = strategy, is_prepared, shards
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self._shards is not None:
+        if isinstance(self._shards, WholeShards):
             self._shards.gather()
         return super().run(*args, **kwargs)
 
     @override
     def _trained(self, optimizer: Optimizer) -> list[Tensor]:
         trained = super()._trained(optimizer)
-        return trained if self._shards is None else self._shards.whole(trained)
+        return self._shards.whole(trained) if isinstance(self._shards, WholeShards) else trained
 
     @override
     def _finish_gradients(self, optimizer: Optimizer) -> None:

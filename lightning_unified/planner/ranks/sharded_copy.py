@@ -6,7 +6,7 @@ torch's own code gathers, frees and reduces, so its buffers and their lifetimes 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -22,7 +22,8 @@ from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.rates.links import gathered_bytes
 from lightning_unified.errors import DryRunError
 from lightning_unified.planner.fake.recorder import Recorder
-from lightning_unified.planner.ranks.whole_step import whole_shards
+from lightning_unified.planner.ranks.held import held_shards
+from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.wrapping import is_sharded, shard
 
@@ -38,18 +39,19 @@ class Sharding:
 
     Attributes:
         devices: The number of ranks.
-        holds_whole: Whether a rank holds whole parameters and gradients during a step, or gathers one block at a time.
+        hold: `"parameters"` if a rank of `unified_fsdp` holds whole parameters and gradients during a step, `"shards"` if it gathers one
+            block at a time; None for FSDP2 alone, without scratch memory and copies for a recovery.
     """
 
     devices: int
-    holds_whole: bool = False
+    hold: Literal["parameters", "shards"] | None = None
 
 
-def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder) -> WholeShards | None:
+def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder) -> WholeShards | KeptShards | None:
     """Shard a fake copy over the process group; call it inside `fake_group` and the fake world.
 
     Returns:
-        The whole parameters that ranks hold during a step; None if they gather one block at a time.
+        What a rank of `unified_fsdp` holds during a step; None for FSDP2 alone.
 
     Raises:
         DryRunError: If there is no fake group of that many ranks, or the module is sharded already.
@@ -67,12 +69,13 @@ def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder
         shard(module, mesh)
     for name in _STEPS if isinstance(module, FSDPModule) else ():
         register_fsdp_forward_method(module, name)
-    whole = whole_shards(module, devices=devices, recorder=recorder) if sharding.holds_whole else None
+    whole = sharding.hold == "parameters"
+    held = None if sharding.hold is None else held_shards(module, devices=devices, whole=whole, recorder=recorder)
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=whole is None))
-            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=whole is None))
-    return whole
+            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=not whole))
+            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=not whole))
+    return held
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning_unified.step.sharding.iteration import (
 )
 from lightning_unified.step.sharding.rows import as_dtensor, local, rows_of
 
-__all__ = ["WholeShards"]
+__all__ = ["WholeShards", "bytes_of_whole"]
 
 _ATTEMPTS = 3  # judgement: memory of caches and of other programs may be free at the next attempt
 
@@ -200,3 +200,13 @@ class WholeShards(Replicas):
                 begin, end = rows_of(gradient.shape[0], rank=self._ranks.rank, ranks=self._ranks.size)
                 room.copy_(gradient[begin:end])
             shard.grad = as_dtensor(room, shard) if isinstance(shard, DTensor) else room
+
+
+def bytes_of_whole(module: nn.Module, *, ranks: int) -> int:
+    """Return the bytes of whole parameters and gradients beside a rank's shards.
+
+    The shards are those of parameters, gradients, two states of the optimizer, and the copies of an optimizer step.
+    """
+    held = sum(one.numel() * one.element_size() for one in module.parameters())
+    trained = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
+    return held + trained + (held + 6 * trained) // ranks

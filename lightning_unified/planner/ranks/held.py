@@ -1,4 +1,4 @@
-"""Ranks that hold whole parameters and gradients during a step, as `unified_fsdp` does, in a dry run."""
+"""What a rank of `unified_fsdp` holds beside FSDP2's own buffers, in a dry run: whole parameters, or scratch memory alone."""
 
 from typing import Any
 
@@ -8,26 +8,30 @@ from torch import Tensor
 from lightning_unified.cost_model.rates.links import gathered_bytes, reduced_bytes
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.step.sharding.iteration import initialize
+from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.wrapping import sharded_roots
 
-__all__ = ["whole_shards"]
+__all__ = ["held_shards"]
 
 
-def whole_shards(module: L.LightningModule, *, devices: int, recorder: Recorder) -> WholeShards:
-    """Let a sharded fake copy hold whole parameters during a step; call it inside the fake world."""
+def held_shards(
+    module: L.LightningModule, *, devices: int, whole: bool, recorder: Recorder
+) -> WholeShards | KeptShards:
+    """Return what a rank of a sharded fake copy holds during a step; call it inside the fake world.
+
+    Args:
+        module: The copy.
+        devices: The number of ranks.
+        whole: Whether it holds whole parameters and gradients, or gathers one block at a time.
+        recorder: Takes notes of the collectives.
+    """
     roots = sharded_roots(module)
     initialize(roots)
     ranks: Any = _LoneRank(devices, recorder)
-    return _Shards(module, roots, ranks)
-
-
-class _Shards(WholeShards):
-    """Whole shards that leave the collectives of `shard_copy` in place."""
-
-    def __init__(self, module: L.LightningModule, roots: Any, ranks: Any) -> None:
-        super().__init__(module, roots, ranks)
-        ranks.recorder.mark([self._scratch], "communication")
+    shards = WholeShards(module, roots, ranks) if whole else KeptShards(module, roots, ranks)
+    recorder.mark([shards._scratch], "communication")
+    return shards
 
 
 class _LoneRank:
