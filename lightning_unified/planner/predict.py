@@ -269,7 +269,9 @@ def plan_many(
         group = group.holding(hold, module, budget_bytes=count)
         key = backend, group.hold
         if key not in traces:
-            step = StepSpec(module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer)
+            step = StepSpec(
+                module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer
+            )
             traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
         planner = Planner(traces[key], link=group.link)
         attentions = attention_choices(module, attention, backend=backend_of(backend))

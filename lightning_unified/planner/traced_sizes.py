@@ -232,8 +232,12 @@ def _with_all_reduce(trace: Trace, *, ranks: int) -> Trace:
     """
     if ranks == 1:
         return trace
-    begins = next((at for at, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"), 0)
-    gradients = _gradients(trace.events[:begins]) or _gradients(trace.events)  # of the step before: as many again follow
+    begins = next(
+        (at for at, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"), 0
+    )
+    gradients = _gradients(trace.events[:begins]) or _gradients(
+        trace.events
+    )  # of the step before: as many again follow
     at = next((at for at, event in enumerate(trace.events) if _begins_update(event)), len(trace.events))
     summed = Collective("all-reduce", "optimizer step", sent=reduced_bytes(gradients, ranks=ranks), overlaps=False)
     return replace(trace, events=(*trace.events[:at], summed, *trace.events[at:]))

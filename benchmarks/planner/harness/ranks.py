@@ -123,7 +123,7 @@ def peak_of_this_rank(cell: RankCell, folder: Path) -> int:
 class _Marks(L.Callback):
     """Puts a mark among the profiler's events where the steady state begins."""
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == _STEADY:
             with record_function(_MARK):
                 pass
@@ -150,7 +150,7 @@ def _train(cell: RankCell, batch: Mapping[str, Tensor]) -> None:
         accelerator="cpu",
         devices=cell.devices,
         strategy=_strategy(cell),
-        precision=cell.precision,
+        precision=cell.precision,  # type: ignore[arg-type]
         callbacks=[_Marks()],
         max_steps=_STEPS,
         use_distributed_sampler=False,

@@ -22,7 +22,10 @@ FLAGS: dict[str, tuple[str, str]] = {
     "--generate": ("TOKENS", "also compute the memory of generating so many tokens, by formula"),
     "--rows": ("ROWS", "sequences generated at once; default: the batch's rows"),
     "--prompt": ("TOKENS", "tokens of each prompt; default: the length of the batch's rows"),
-    "--link": ("LINK", "the link between several devices: nvlink4, pcie5, …, or bytes a second; default: the device's own"),
+    "--link": (
+        "LINK",
+        "the link between several devices: nvlink4, pcie5, …, or bytes a second; default: the device's own",
+    ),
     "--fits-where": ("", "also plan for every simulated machine"),
     "--json": ("", "print JSON for scripts, and nothing else"),
     "--markdown": ("FILE", "also write the page as Markdown"),

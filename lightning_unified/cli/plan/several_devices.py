@@ -37,7 +37,9 @@ def group_arguments(config: DictConfig, *, backend: str, link: str | None) -> di
             "module on each, or trainer.strategy=unified_fsdp to shard it."
         )
     if backend == "mps":
-        raise ConfigurationError(f"trainer.devices={config.trainer.devices}: Lightning trains on one device of type mps.")
+        raise ConfigurationError(
+            f"trainer.devices={config.trainer.devices}: Lightning trains on one device of type mps."
+        )
     if link is not None:
         link_of(link, name="--link")
     hold = config.memory.get("hold")
@@ -70,7 +72,9 @@ def _count(given: Any, backend: str) -> int:
     except (TypeError, ValueError):
         count = 0
     if count < 1:
-        raise ConfigurationError(f"trainer.devices={given}: give the number of devices, 1 or more; they need not be here.")
+        raise ConfigurationError(
+            f"trainer.devices={given}: give the number of devices, 1 or more; they need not be here."
+        )
     return count
 
 

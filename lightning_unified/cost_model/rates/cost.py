@@ -116,8 +116,7 @@ def least_seconds(
     trace = at(sizes[0], min(len(sizes), 2))
     loads = _loads(trace, rates)
     for event in trace.events:
-        recomputes = isinstance(event, Work) and not isinstance(event, Collective)
-        if recomputes and event.phase == "forward" and again(event):
+        if isinstance(event, Work) and _recomputed(event, again):
             _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
     fewest, starts = _split(left, sizes), _split(_starts(trace, rates, again=again), sizes)
@@ -130,6 +129,11 @@ def least_seconds(
     return least
 
 
+def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
+    """Return whether an operation runs again in the backward pass; weights are not gathered again for it."""
+    return work.phase == "forward" and not isinstance(work, Collective) and again(work)
+
+
 def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Loads:
     """Return the loads that each micro-batch adds, however few rows it has."""
     loads: _Loads = {("host", "forward"): rates.part * trace.parts}
@@ -138,7 +142,7 @@ def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Lo
             continue
         kernel = rates.kernel if event.flops or event.moved else 0.0
         shares = {event.phase: 1.0}
-        if event.phase == "forward" and not isinstance(event, Collective) and again(event):
+        if _recomputed(event, again):
             shares["backward"] = _AGAIN
         for phase, share in shares.items():
             for key, seconds in ((("host", phase), rates.launch), (("device", phase), kernel)):

@@ -16,7 +16,9 @@ from lightning_unified.errors import ConfigurationError
 
 __all__ = ["LINKS", "Link", "gathered_bytes", "link_of", "reduced_bytes", "tabled_link"]
 
-_REACHED = 0.8  # judgement: share of the published bandwidth that large collectives reach, as for the chips in `tabled.py`
+_REACHED = (
+    0.8  # judgement: share of the published bandwidth that large collectives reach, as for the chips in `tabled.py`
+)
 _LATENCY = 2e-5  # judgement: seconds of the smallest collective over a few devices
 
 

@@ -18,7 +18,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-__all__ = ["CATEGORIES", "Category", "Collective", "Confidence", "Event", "Give", "Passes", "Phase", "Read", "Take", "Trace", "Work"]
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "Collective",
+    "Confidence",
+    "Event",
+    "Give",
+    "Passes",
+    "Phase",
+    "Read",
+    "Take",
+    "Trace",
+    "Work",
+]
 
 Category = Literal[
     "weights",

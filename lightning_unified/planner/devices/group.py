@@ -74,7 +74,9 @@ class DeviceGroup:
                 f'devices={devices} needs a strategy: give strategy="ddp" for a copy of the module on each, or "fsdp" to shard it.'
             )
         if backend == "mps":
-            raise ConfigurationError(f'devices={devices}: Lightning trains on one device of type "mps"; give devices=1.')
+            raise ConfigurationError(
+                f'devices={devices}: Lightning trains on one device of type "mps"; give devices=1.'
+            )
         return cls(devices=devices, strategy=_NAMES[strategy], link=known or tabled_link(backend, name=name))
 
     def holding(self, hold: str, module: L.LightningModule, *, budget_bytes: int | None) -> "DeviceGroup":

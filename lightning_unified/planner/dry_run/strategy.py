@@ -98,7 +98,9 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = _Steps(trainer, self.policy, strategy=self, is_prepared=self._is_prepared, shards=self._shards)
+        loop.automatic_optimization = _Steps(
+            trainer, self.policy, strategy=self, is_prepared=self._is_prepared, shards=self._shards
+        )
         loop.automatic_optimization.optim_progress = progress
 
     def split(self, micro_batch_size: int | None, *, parts: int) -> None:

@@ -59,7 +59,7 @@ class _LoneRank:
         """Note a sum over all ranks."""
         self._note("all-reduce", reduced_bytes(_bytes(tensor), ranks=self.size))
 
-    def scatter_sum(self, tensor: Tensor, own: Tensor) -> None:
+    def scatter_sum(self, tensor: Tensor, _own: Tensor) -> None:
         """Note a sum over all ranks, of which each keeps a part."""
         self._note("reduce-scatter", gathered_bytes(_bytes(tensor), ranks=self.size))
 

@@ -58,7 +58,9 @@ def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder
     """
     devices = sharding.devices
     if not dist.is_initialized() or dist.get_world_size() != devices or dist.get_backend() != "fake":
-        raise DryRunError(f"a step of {devices} sharded ranks is traced in a process that is not one of several real ranks.")
+        raise DryRunError(
+            f"a step of {devices} sharded ranks is traced in a process that is not one of several real ranks."
+        )
     if is_sharded(module):
         raise DryRunError(f"{type(module).__name__} is sharded already; give the module as it was before.")
     mesh = init_device_mesh("cpu", (devices,), mesh_dim_names=("data_parallel",))
