@@ -1,4 +1,6 @@
-"""Collectives of processes of one machine through a file that they all map, without memory of torch's allocator.
+"""Collectives of CPU processes through a file that they all map.
+
+They take no memory of torch's allocator.
 
 gloo copies a tensor several times to gather or to scatter it, and NCCL does not. These collectives copy into the file and out of it, so
 that torch's allocator holds only what the trained step itself holds.
@@ -25,9 +27,9 @@ _SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
 
 @contextmanager
 def through_file(path: Path) -> Iterator[None]:
-    """Run all-gathers and reduce-scatters of the default group through the file at `path`; other collectives are gloo's.
+    """Run all-gathers and reduce-scatters of the default group through the file at `path`.
 
-    A mean is not offered: FSDP2 divides by itself with gloo.
+    Other collectives are gloo's. A mean is not offered: FSDP2 divides by itself with gloo.
     """
     with path.open("ab") as file:
         file.truncate(_BYTES)

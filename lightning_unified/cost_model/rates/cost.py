@@ -41,7 +41,10 @@ Source: narrow layers under a mode that does nothing, torch 2.13: 14.5 µs an op
 """
 
 _Loads = dict[tuple[str, str], float]
-"""Busy seconds by processor (`"host"`, `"device"`, `"link"`, and `"exposed"` for a link that nothing overlaps) and phase."""
+"""Busy seconds by processor and phase.
+
+Processors are `"host"`, `"device"`, `"link"`, and `"exposed"` for a link that nothing overlaps.
+"""
 
 
 def step_seconds(trace: Trace, rates: Rates) -> float:
@@ -55,9 +58,9 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
 
 
 def communication(trace: Trace, link: Link | None, *, parts: int) -> tuple[int, float | None]:
-    """Return the bytes that a device sends in a step, and the seconds that its link is busy, overlapped or not.
+    """Return the bytes that a device sends in a step, and the seconds that its link is busy.
 
-    The seconds are None without a link.
+    These seconds count overlapped or not. The seconds are None without a link.
 
     Args:
         trace: A step of one or two micro-batches.
@@ -130,7 +133,10 @@ def least_seconds(
 
 
 def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
-    """Return whether an operation runs again in the backward pass; weights are not gathered again for it."""
+    """Return whether an operation runs again in the backward pass.
+
+    Weights are not gathered again for it.
+    """
     return work.phase == "forward" and not isinstance(work, Collective) and again(work)
 
 

@@ -39,7 +39,7 @@ class Link:
     source: str = "as given"
 
     def seconds(self, sent: int) -> float:
-        """Return the seconds of a collective operation in which each device sends `sent` bytes."""
+        """Return the seconds of a collective in which each device sends `sent` bytes."""
         return self.latency + sent / self.bandwidth
 
     def describe(self) -> str:
@@ -85,7 +85,7 @@ _OF_CHIPS: Mapping[str, str] = MappingProxyType(
 
 
 def tabled_link(backend: str, *, name: str = "") -> Link:
-    """Return the published link of a device: the fastest that its form factor has, or PCIe 4 where none is tabled.
+    """Return the published link of a device, or PCIe 4 where none is tabled.
 
     Args:
         backend: `"cpu"`, `"cuda"` or `"rocm"`.

@@ -54,7 +54,7 @@ class Rates:
         return self.kernel + max(flops / rate, moved / self.bandwidth)
 
     def link_seconds(self, sent: int) -> float:
-        """Return the seconds of a collective operation in which the device sends `sent` bytes; 0 without a link."""
+        """Return the seconds of a collective in which the device sends `sent` bytes; 0 without a link."""
         return 0.0 if self.link is None else self.link.seconds(sent)
 
     def slowed(self, factor: float) -> "Rates":
@@ -62,7 +62,10 @@ class Rates:
         return replace(self, flops={dtype: rate / factor for dtype, rate in self.flops.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `Rates(**values)` restores them. The link, which is no property of the device, is left out."""
+        """Return plain values; `Rates(**values)` restores them.
+
+        The link, which is no property of the device, is left out.
+        """
         return {name: value for name, value in asdict(self).items() if name != "link"}
 
 

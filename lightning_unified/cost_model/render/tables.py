@@ -155,7 +155,7 @@ def alternatives_table(plan: Plan) -> Table:
 
 
 def layouts_table(plan: Plan) -> Table:
-    """Return the strategies of several devices with and without activation checkpointing, the fastest that fits marked."""
+    """Return the layouts of a step on several devices, with the fastest that fits marked."""
     best = min((each.seconds for each in plan.layouts if each.fits), default=None)
     rows = tuple(_layout_row(each, plan, is_best=each.fits and each.seconds == best) for each in plan.layouts)
     return Table(

@@ -80,7 +80,7 @@ class DeviceGroup:
         return cls(devices=devices, strategy=_NAMES[strategy], link=known or tabled_link(backend, name=name))
 
     def holding(self, hold: str, module: L.LightningModule, *, budget_bytes: int | None) -> "DeviceGroup":
-        """Return the group with what its ranks hold whole during a step, as `UnifiedFSDPStrategy` chooses it.
+        """Return the group with what its ranks hold whole, as `UnifiedFSDPStrategy` chooses it.
 
         Args:
             hold: `"auto"`, `"parameters"` or `"shards"`.
@@ -124,7 +124,7 @@ class DeviceGroup:
         return replace(step, sharding=Sharding(devices=self.devices, hold=self.hold))
 
     def counted(self, module: L.LightningModule, *, updates: bool = True) -> CountedMemory:
-        """Return the memory and the collective operations to count beside the tensors of a step."""
+        """Return the memory and the collectives to count beside the tensors of a step."""
         if self.strategy != "unified_ddp":
             return CountedMemory(updates=updates)
         scratch = scratch_bytes_of([*module.parameters(), *module.buffers()])

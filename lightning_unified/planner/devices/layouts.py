@@ -1,4 +1,4 @@
-"""Compare the layouts of a step on several devices: copies or shards, with and without activation checkpointing."""
+"""Compare the layouts of a step on several devices: copies or shards, with and without checkpointing."""
 
 from collections.abc import Sequence
 from dataclasses import replace

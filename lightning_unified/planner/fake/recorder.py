@@ -127,12 +127,15 @@ class Recorder(TorchDispatchMode):
                 self.storages.enter(tensor, self.phase).category = category
 
     def note_resized(self, storage: torch.UntypedStorage, category: Category) -> None:
-        """Note that a storage was resized in place: an allocator frees its block and gives it another one."""
+        """Note that a storage was resized in place: an allocator gives it another block."""
         if not self._is_paused:
             self.storages.resized(storage, category)
 
     def note_collective(self, op: str, *, sent: int, overlaps: bool = True) -> None:
-        """Note a collective operation in which each rank sends `sent` bytes, with other work at the same time if it `overlaps`."""
+        """Note a collective in which each rank sends `sent` bytes.
+
+        If it `overlaps`, the device computes at the same time.
+        """
         if self.storages.events is not None and not self._is_paused:
             self.storages.events.append(Collective(op, self.phase, self._place(), sent=sent, overlaps=overlaps))
 

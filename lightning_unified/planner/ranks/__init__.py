@@ -1,1 +1,1 @@
-"""Dry runs of one rank among several: fake process groups, sharded fake copies, collectives that only leave a note."""
+"""Dry runs of one rank among several: fake process groups and sharded fake copies."""

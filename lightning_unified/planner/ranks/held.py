@@ -1,4 +1,7 @@
-"""What a rank of `unified_fsdp` holds beside FSDP2's own buffers, in a dry run: whole parameters, or scratch memory alone."""
+"""What a rank of `unified_fsdp` holds beside FSDP2's own buffers, in a dry run.
+
+It is whole parameters, or scratch memory alone.
+"""
 
 from typing import Any
 
@@ -30,7 +33,7 @@ def held_shards(
     initialize(roots)
     ranks: Any = _LoneRank(devices, recorder)
     shards = WholeShards(module, roots, ranks) if whole else KeptShards(module, roots, ranks)
-    recorder.mark([shards._scratch], "communication")
+    recorder.mark([shards.scratch], "communication")
     return shards
 
 

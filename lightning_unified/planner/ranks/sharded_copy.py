@@ -1,4 +1,4 @@
-"""A fake copy whose parameters are sharded by torch's FSDP2 code, with collectives that only leave a note.
+"""A fake copy that torch's FSDP2 code shards, with collectives that only leave a note.
 
 torch's own code gathers, frees and reduces, so its buffers and their lifetimes are recorded as those of any other operation.
 """
@@ -15,8 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from typing_extensions import override
 
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.rates.links import gathered_bytes
@@ -114,20 +112,18 @@ class _Noted:
         self._recorder.note_collective(name, sent=sent, overlaps=self._overlaps)
 
 
-class _NotedAllGather(_Noted, AllGather):
+class _NotedAllGather(_Noted):
     """An all-gather that transfers nothing."""
 
-    @override
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         self._note("all-gather", output_tensor, group)
 
 
-class _NotedReduceScatter(_Noted, ReduceScatter):
+class _NotedReduceScatter(_Noted):
     """A reduce-scatter that transfers nothing."""
 
-    @override
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:

@@ -61,8 +61,13 @@ class Replicas:
         self._plans: dict[object, list[_Bucket]] = {}
 
     @property
+    def scratch(self) -> Tensor:
+        """Memory that a reduction needs beside the gradients, reserved from the start."""
+        return self._scratch
+
+    @property
     def scratch_bytes(self) -> int:
-        """Device bytes that a reduction needs beside the gradients, reserved from the start."""
+        """Bytes of `scratch`."""
         return self._scratch.numel()
 
     @property
