@@ -1,12 +1,14 @@
 """`plan` for several devices that need not be here."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from lightning_unified.cli.plan.command import main
 from tests.cli.conftest import CONF
 
+ROOT = Path(__file__).parents[3]
 GEAR = ("model=gearhead", "hardware=cuda", "memory.budget=16GiB")
 
 
@@ -62,9 +64,10 @@ def test_apple_gpus_are_refused_as_several_devices(command):
 
 def test_a_laptop_plans_eight_gpus(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ("trainer.devices=8", "trainer.strategy=unified_fsdp", "memory.micro_batch_size=8")
+    module = ("--module", f"{ROOT}/tests/support/modules/ranked_blocks.py:Net", "--batch-shape", "16x64")
+    keys = ("simulate=h200", "memory.budget=16GiB", "trainer.devices=8", "trainer.strategy=unified_fsdp")
 
-    assert main(["simulate=h200", "model=gearhead", "memory.budget=16GiB", *arguments, "--json"], config_path=CONF) == 0
+    assert main([*keys, *module, "--json"], config_path=CONF) == 0
     page = json.loads(capfd.readouterr().out)
     layouts = page["plan"]["layouts"]
     assert (page["devices"], page["strategy"], page["hold"]) == (8, "unified_fsdp", "parameters")

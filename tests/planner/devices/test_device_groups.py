@@ -9,7 +9,7 @@ from lightning_unified.cost_model.rates import tabled_rates
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.planner.devices import DeviceGroup
 from lightning_unified.planner.devices.layouts import best_layout, why_layout
-from tests.planner.devices.test_sharded_peak import ROWS, WIDTH, Net
+from tests.support.modules.ranked_blocks import ROWS, WIDTH, Net
 
 GIB = 2**30
 BATCH = torch.zeros(ROWS, WIDTH)

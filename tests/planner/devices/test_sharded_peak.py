@@ -2,7 +2,6 @@
 
 import os
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,33 +16,10 @@ from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.ranks.fake_group import fake_group
 from lightning_unified.planner.ranks.sharded_copy import Sharding
+from tests.support.modules.ranked_blocks import BLOCKS, ROWS, WIDTH, Net
 from tests.support.ranks.processes import on_ranks
 
-ROWS, WIDTH, BLOCKS, STEPS = 16, 64, 3, 4
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Linear(WIDTH, 31)  # its rows are no multiple of the ranks
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def training_step(self, batch, batch_idx):
-        for block in self.blocks:
-            batch = block(batch)
-        return self.table(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 1e-3, foreach=True)
+STEPS = 4
 
 
 def traced(devices, *, hold=None, parts=1):
