@@ -1,25 +1,18 @@
 """The predicted peak of one rank of several against what torch's allocator counts on real ranks."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 import lightning_unified
-from benchmarks.planner.harness.ranks import RankCell, measured
-from benchmarks.planner.harness.shared_memory import through_file
-from benchmarks.planner.several_devices import predicted
 from lightning_unified.cost_model.trace.trace import Collective
 from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.ranks.fake_group import fake_group
 from lightning_unified.planner.ranks.sharded_copy import Sharding
 from tests.support.modules.ranked_blocks import BLOCKS, ROWS, WIDTH, Net
+from tests.support.ranks.counted_peaks import counted_peak, join
 from tests.support.ranks.processes import on_ranks
-
-STEPS = 4
 
 
 def traced(devices, *, hold=None, parts=1):
@@ -32,45 +25,8 @@ def collectives(trace):
     return [(event.op, event.phase) for event in trace.events if isinstance(event, Collective)]
 
 
-def join(size):
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=size)
-
-
-def counted_peak(size, path):
-    """Train as FSDP2 and Lightning do, on this rank, and return the most bytes of the last step."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    from lightning_unified.step.sharding.wrapping import shard
-
-    join(size)
-    try:
-        with through_file(path), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            module = Net()
-            shard(module, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-            register_fsdp_forward_method(module, "training_step")
-            optimizer = module.configure_optimizers()
-            for _ in range(STEPS):
-                batch = torch.zeros(ROWS, WIDTH)
-                with torch.profiler.record_function("a step begins"):
-                    pass
-                loss = module.training_step(batch, 0)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-    finally:
-        dist.destroy_process_group()
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begins = max(event.start_ns() for event in events if event.name() == "a step begins")
-    now = most = 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now) if event.start_ns() >= begins else now
-    return most
-
-
 def test_the_predicted_peak_of_a_rank_is_the_counted_one(tmp_path):
-    counted = on_ranks(counted_peak, 2, tmp_path / "memory", size=2)
+    counted = on_ranks(counted_peak, 2, tmp_path / "memory", size=2, limit_s=150)
     guess = lightning_unified.predict(
         Net(), torch.zeros(ROWS, WIDTH), device="cpu", devices=2, strategy="fsdp"
     ).peak_bytes
@@ -84,6 +40,9 @@ def test_the_predicted_peak_of_a_rank_is_the_counted_one(tmp_path):
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_predicted_peak_of_a_transformer_is_the_counted_one(strategy, hold, recompute):
+    from benchmarks.planner.harness.ranks import RankCell, measured
+    from benchmarks.planner.several_devices import predicted
+
     cell = RankCell(module="gearhead-small", devices=2, strategy=strategy, hold=hold, recompute=recompute, rows=4)
 
     assert predicted(cell) == pytest.approx(max(measured(cell)), rel=0.02)
