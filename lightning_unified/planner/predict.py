@@ -10,7 +10,6 @@ import torch
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates, typical_rates
-from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
@@ -21,6 +20,7 @@ from lightning_unified.planner.arguments import check_recompute, check_step_argu
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.devices import DeviceGroup, backend_of, budget_bytes, calibration_of, speeds_of
 from lightning_unified.planner.devices.layouts import compared_layouts
+from lightning_unified.planner.devices.planners import Planners
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.other_phases import plan_validation, with_generation
 from lightning_unified.planner.phases import Phases
@@ -176,7 +176,7 @@ def plan(
     group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=known.name)
     group = group.holding(hold, module, budget_bytes=count)
     step = StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer)
-    planners = _Planners(
+    planners = Planners(
         step, group, SizeLimits(micro_batch_size=micro_batch_size), phases=phases or Phases(), calibration=calibration
     )
     combinations = _combinations(
@@ -203,35 +203,6 @@ def plan(
         if validation_batch is None:
             return found
         return _with_validation(found, group.step(step), validation_batch, planners.traces)
-
-
-class _Planners:
-    """The planners of a step in each layout of its devices."""
-
-    def __init__(
-        self,
-        step: StepSpec,
-        group: DeviceGroup,
-        limits: SizeLimits,
-        *,
-        phases: Phases,
-        calibration: Calibration | None,
-    ) -> None:
-        self._step, self._limits = step, limits
-        self._calibration = calibration if group.devices == 1 else None  # measured on one device
-        self.traces = phases.traces(group.step(step), limits=limits, counted=group.counted(step.module))
-        self._planners = {group: self._planner(group, self.traces)}
-
-    def of(self, group: DeviceGroup) -> Planner:
-        """Return the planner of a layout."""
-        if group not in self._planners:
-            counted = group.counted(self._step.module)
-            traces = StepTraces(group.step(self._step), limits=self._limits, counted=counted)
-            self._planners[group] = self._planner(group, traces)
-        return self._planners[group]
-
-    def _planner(self, group: DeviceGroup, traces: StepTraces) -> Planner:
-        return Planner(traces, calibration=self._calibration, link=group.link)
 
 
 def plan_many(
