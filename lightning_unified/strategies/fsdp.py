@@ -20,12 +20,13 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.step.sharding.iteration import initialize
+from lightning_unified.step.sharding.iteration import initialize, reset_iteration
 from lightning_unified.step.sharding.lockstep import (
     KeptShards,
     LockstepEvaluation,
@@ -101,13 +102,10 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         check_start(start_method, timeout)
         if hold not in ("auto", "parameters", "shards"):
             raise ConfigurationError(f'hold={hold!r}: give "auto", "parameters" or "shards".')
-        if hold == "shards" and window_mean == "terms":
-            raise ConfigurationError(
-                'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
-                'hold="parameters" or window_mean="batches".'
-            )
         predict = False
         options = options_among(locals())
+        if hold == "shards":
+            _refuse_in_lockstep(options)
         self._use(DistributedPolicy(options, BudgetWatch(budget)))
         self._hold = hold
         self._broadcast_buffers = broadcast_buffers
@@ -169,18 +167,16 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         roots = sharded_roots(module)
         initialize(roots)
         with self.ranks.reporting_errors():
-            kind = KeptShards if self._keeps_shards(module) else WholeShards
-            self._shards = kind(module, roots, self.ranks)
+            keeps = self._keeps_shards(module)
+            if keeps:
+                _refuse_in_lockstep(self.policy.options)
+            self._shards = (KeptShards if keeps else WholeShards)(module, roots, self.ranks)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             _refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         # the norm of sharded gradients is a sum over ranks
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
-
-    @override
-    def _compile_obstacle(self) -> str:
-        return ""
 
     @override
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
@@ -217,7 +213,8 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     ) -> Any:
         """Step as Lightning does, with a meeting of the ranks between the closure and the first written weight."""
         assert isinstance(self._loop, ShardedUpdate)
-        wrapped = partial(self.precision_plugin._wrap_closure, model or self.lightning_module, optimizer, closure)
+        module: Any = model or self.lightning_module
+        wrapped = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
         return optimizer.step(closure=self._loop.updating(wrapped), **kwargs)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -245,6 +242,13 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         if isinstance(self._shards, WholeShards):
             with self.ranks.reporting_errors():
                 self._shards.gather()
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if self._shards is not None and module is not None:
+            reset_iteration(sharded_roots(module), reshards=True)  # Lightning moves the module, which FSDP2 refuses in mid-step
+        super().teardown()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,6 +283,20 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
             "predict_step": self.precision_plugin.predict_step_context,
         }
         return self._stepped(name, contexts[name](), args, kwargs)
+
+
+def _refuse_in_lockstep(options: MemoryOptions) -> None:
+    """Raise `ConfigurationError` for options that ranks which hold shards do not offer."""
+    if options.window_mean == "terms":
+        raise ConfigurationError(
+            'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
+            'hold="parameters" or window_mean="batches".'
+        )
+    if options.loss_chunk not in ("auto", False):
+        raise ConfigurationError(
+            f'hold="shards" cannot compute the loss in chunks (loss_chunk={options.loss_chunk}), which uses the output layer outside of its '
+            'own forward; give hold="parameters" or loss_chunk=false.'
+        )
 
 
 def _refuse_module(module: L.LightningModule, precision: Precision, *, trains: bool) -> None:

@@ -118,6 +118,7 @@ class _NotedAllGather(_Noted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        del input_tensor, async_op  # FSDP2 gives them by name
         self._note("all-gather", output_tensor, group)
 
 
@@ -127,4 +128,5 @@ class _NotedReduceScatter(_Noted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        del output_tensor, op, async_op  # FSDP2 gives them by name
         self._note("reduce-scatter", input_tensor, group)

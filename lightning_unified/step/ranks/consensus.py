@@ -126,7 +126,7 @@ class Ranks:
         record = _RECORD.pack(point, outcome, digest, terms) + absent.to_bytes(self._mask_bytes, "little")
         self._table.zero_()
         self._table[self.rank] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        with self._losses_named():
+        with self.losses_named():
             dist.all_reduce(self._table, group=self._group)
             words = [self._word(rank) for rank in range(self.size)]
             if any(word.outcome is not Outcome.WELL for word in words):
@@ -138,29 +138,29 @@ class Ranks:
     def exchange(self, point: Point, value: Any) -> list[Any]:
         """Meet, and return the `value` of each rank. It is pickled, so use it for rare values."""
         self.meet(point)
-        with self._losses_named():
+        with self.losses_named():
             return self._gathered(value)
 
     def broadcast_object(self, value: Any, *, source: int) -> Any:
         """Return the `value` of rank `source` on every rank."""
         box = [value]
-        with self._losses_named():
+        with self.losses_named():
             dist.broadcast_object_list(box, source, group=self._group)
         return box[0]
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Write rank `source`'s `tensor` into this rank's, on any device."""
-        with self._losses_named():
+        with self.losses_named():
             dist.broadcast(tensor, source, group=self._group if tensor.device.type == "cpu" else None)
 
     def average(self, tensor: Tensor) -> None:
         """Sum the ranks' `tensor` in place; each rank has divided its own by the number of ranks."""
-        with self._losses_named():
+        with self.losses_named():
             dist.all_reduce(tensor)
 
     def scatter_sum(self, tensor: Tensor, own: Tensor) -> None:
         """Write this rank's part of the sum of the ranks' `tensor` into `own`; `tensor` has equal parts for all ranks."""
-        with self._losses_named():
+        with self.losses_named():
             dist.reduce_scatter_tensor(own, tensor)
 
     @contextmanager
@@ -212,7 +212,7 @@ class Ranks:
             )
 
     @contextmanager
-    def _losses_named(self) -> Iterator[None]:
+    def losses_named(self) -> Iterator[None]:
         """Turn the failure of a collective into an error that names the missing ranks."""
         try:
             yield

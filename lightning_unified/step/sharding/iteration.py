@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lightning_unified.step.ranks.consensus import Ranks
+
 __all__ = ["VotedCollectives", "hold_whole", "initialize", "reset_iteration", "set_collectives"]
 
 
@@ -49,7 +51,8 @@ def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
         state = root._get_fsdp_state()
         if state._is_root is None:
             continue  # no pass has begun yet
-        wait = state._device_handle.current_stream().wait_event
+        handle: Any = state._device_handle
+        wait = handle.current_stream().wait_event
         _drop_collectives(state._comm_ctx, wait)
         for one in state._state_ctx.all_states:
             one._modules_to_run_forward.clear()
@@ -119,14 +122,16 @@ class VotedCollectives:
 
     A rank that is out of memory cannot take part in a collective, and the others would wait for it. FSDP2 calls these objects
     when the buffers of a collective are allocated and before it is enqueued. So a vote here finds every rank either ready, or
-    failed before this collective.
+    failed before this collective. A process that is gone is named.
 
     Attributes:
+        ranks: All ranks of the run.
         vote: Called before each collective with its description; raises if another rank has failed. None while ranks do not
             vote.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.vote: Callable[[str], object] | None = None
 
     def begin(self, kind: str, sent: Tensor) -> None:
@@ -149,7 +154,8 @@ class _AllGather(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._voted.begin("all-gather", input_tensor)
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        with self._voted.ranks.losses_named():
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _ReduceScatter(_Allocates):
@@ -162,7 +168,8 @@ class _ReduceScatter(_Allocates):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._voted.begin("reduce-scatter", input_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        with self._voted.ranks.losses_named():
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def set_collectives(roots: Iterable[FSDPModule], voted: VotedCollectives) -> None:
@@ -170,5 +177,5 @@ def set_collectives(roots: Iterable[FSDPModule], voted: VotedCollectives) -> Non
     for root in roots:
         for module in root.modules():  # pyright: ignore[reportAttributeAccessIssue]  # it is an nn.Module
             if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_AllGather(voted))
-                module.set_custom_reduce_scatter(_ReduceScatter(voted))
+                module.set_custom_all_gather(_AllGather(voted))  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(_ReduceScatter(voted))  # pyright: ignore[reportArgumentType]

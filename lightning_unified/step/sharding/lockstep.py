@@ -53,7 +53,7 @@ class KeptShards(Replicas):
     def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
         super().__init__(module, ranks)
         self._roots = list(roots)
-        self.collectives = VotedCollectives()
+        self.collectives = VotedCollectives(ranks)
         set_collectives(self._roots, self.collectives)
 
     def leave(self, *, failed: bool) -> None:
@@ -170,8 +170,8 @@ def agree_on_parts(ranks: Ranks, sizes: MicroBatchSize, shape: BatchShape | None
         RankError: If this rank's batch has fewer rows than that.
     """
     sizes.parts = 1
-    whole = shape is None or sizes.runs_whole
-    words = ranks.meet(Point.PARTS, digest=1 if whole else len(sizes.micro_batches(shape)))
+    needed = 1 if shape is None or sizes.runs_whole else len(sizes.micro_batches(shape))
+    words = ranks.meet(Point.PARTS, digest=needed)
     parts = max(word.digest for word in words)
     sizes.parts = parts
     own = 1 if shape is None else len(sizes.micro_batches(shape))

@@ -80,7 +80,8 @@ def gathered(tensor: DTensor, ranks: Ranks, *, wanted: bool) -> Tensor | None:
     if tensor.placements == (Replicate(),):
         return own.cpu() if wanted else None
     parts = _allocated(partial(_memory, own, tensor.shape, ranks, wanted=wanted), ranks, own.device)
-    dist.all_gather_into_tensor(parts[1], parts[0], group=tensor.device_mesh.get_group())
+    with ranks.losses_named():
+        dist.all_gather_into_tensor(parts[1], parts[0], group=tensor.device_mesh.get_group())
     if parts[2] is None:
         return None
     return parts[2].copy_(parts[1][: tensor.shape[0]])

@@ -42,7 +42,7 @@ class WholeShards(Replicas):
 
     def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
         self._module, self._roots = module, list(roots)
-        self._collectives = VotedCollectives()
+        self._collectives = VotedCollectives(ranks)
         set_collectives(self._roots, self._collectives)
         hold_whole(self._roots)
         self._ranks = ranks
@@ -78,14 +78,16 @@ class WholeShards(Replicas):
         """
         if self.is_whole:
             return
-        for _ in range(_ATTEMPTS):
-            reason, words = self._gathered_once()
-            lacking = [word for word in words if word.outcome is not Outcome.WELL]
+        reason, lacking = self._gathered_once()
+        for _ in range(_ATTEMPTS - 1):
             if not lacking:
                 return
             reset_iteration(self._roots, reshards=False)
             self.release()
             release_cached_memory(next(iter(self._module.parameters())).device)
+            reason, lacking = self._gathered_once()
+        if not lacking:
+            return
         self._ranks.end()
         if reason is None:
             raise RankError(f"rank {lacking[0].rank} has no memory for whole parameters: {lacking[0].text}")
@@ -95,13 +97,12 @@ class WholeShards(Replicas):
         )
 
     def _gathered_once(self) -> tuple[str | None, list[Word]]:
-        """Gather; return why this rank could not, and what all ranks said."""
+        """Gather; return why this rank could not, and what the ranks said that could not."""
         heard: list[list[Word]] = []
 
         def vote(_collective: str) -> None:
-            words = self._ranks.meet(Point.GATHER)
-            if any(word.outcome is not Outcome.WELL for word in words):
-                heard.append(words)
+            if lacking := _lacking(self._ranks.meet(Point.GATHER)):
+                heard.append(lacking)
                 raise MemoryError("another rank has no memory")
 
         self._collectives.vote = vote
@@ -112,7 +113,7 @@ class WholeShards(Replicas):
         if heard:
             return None, heard[0]
         outcome = Outcome.WELL if reason is None else Outcome.SHORT
-        return reason, self._ranks.meet(Point.GATHER, outcome, text=reason or "")
+        return reason, _lacking(self._ranks.meet(Point.GATHER, outcome, text=reason or ""))
 
     def _unshard(self) -> None:
         for root in self._roots:
@@ -210,3 +211,8 @@ def bytes_of_whole(module: nn.Module, *, ranks: int) -> int:
     held = sum(one.numel() * one.element_size() for one in module.parameters())
     trained = sum(one.numel() * one.element_size() for one in module.parameters() if one.requires_grad)
     return held + trained + (held + 6 * trained) // ranks
+
+
+def _lacking(words: Sequence[Word]) -> list[Word]:
+    """Return what the ranks said that ran out of memory."""
+    return [word for word in words if word.outcome is not Outcome.WELL]

@@ -58,13 +58,17 @@ def rows():
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
+def fail(net, place):
+    loss = net(rows()).square().mean()
+    if place == "between passes":
+        raise RuntimeError("a fault")
+    loss.backward()
+
+
 def failed(net, place):
     net[1].fault = place
     with pytest.raises(RuntimeError, match="a fault"):
-        loss = net(rows()).square().mean()
-        if place == "between passes":
-            raise RuntimeError("a fault")
-        loss.backward()
+        fail(net, place)
     net[1].fault = ""
 
 
@@ -137,7 +141,9 @@ def held(place):
     return tuple(torch.cat([one.grad.flatten() for one in module.parameters()]) for module in (net, plain))
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 has no reset to compare with")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 has no reset to compare with"
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_our_reset_leaves_the_state_that_torchs_leaves(place):
     for ours, theirs in on_ranks(connected, compared, place):

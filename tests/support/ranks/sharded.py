@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import RunCheckpoint, UnifiedFSDPStrategy
 from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.step.sharding import rows
+from lightning_unified.strategies import fsdp
 from tests.support.lasting import Lasting
 from tests.support.ranks.modules import TEXT
 from tests.support.ranks.runs import quiet
@@ -235,7 +236,9 @@ class ShrinksAt(L.Callback):
 STEP = {"gradient_clip_val": 0.05, "tests": True}
 
 
-def recovered(size: int, *phases: str, hold: Any = "auto", rollback: bool = True, checks: bool = True) -> dict[str, dict[str, Any]]:
+def recovered(
+    size: int, *phases: str, hold: Any = "auto", rollback: bool = True, checks: bool = True
+) -> dict[str, dict[str, Any]]:
     """Return fits in which the second rank runs out of memory once, and their undisturbed twins."""
     fits: dict[str, dict[str, Any]] = {}
     for phase in phases:
@@ -345,13 +348,14 @@ def refusals() -> dict[str, str]:
         "16-mixed": {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
         "LBFGS": {"kind": Quasi},
         "partly sharded": {"kind": Partly},
+        "checked split": {"strategy": {"hold": "shards", "micro_batch_size": 2}},
     }
     return {name: _refusal(**options) for name, options in cases.items()}
 
 
-def _refusal(**options: Any) -> str:
+def _refusal(*, strategy: dict[str, Any] | None = None, **options: Any) -> str:
     try:
-        trained(UnifiedFSDPStrategy(), ranks=2, rank=local_rank(), **options)
+        trained(UnifiedFSDPStrategy(**(strategy or {})), ranks=2, rank=local_rank(), **options)
     except (LightningUnifiedError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
@@ -359,3 +363,44 @@ def _refusal(**options: Any) -> str:
 
 def without_copies() -> Any:
     return recovered(2, "half written", rollback=False)
+
+
+def recovered_shards(*phases: str) -> dict[str, dict[str, Any]]:
+    return recovered(2, *phases, hold="shards", checks=False)
+
+
+class Forks(Deep):
+    """Leaves a block out on one rank."""
+
+    def forward(self, tokens):
+        if self.part[0] == 1 and self.trainer.global_step == 2:
+            return self.head(self.norm(self.blocks[0](self.embed(tokens))))
+        return super().forward(tokens)
+
+
+def different_paths() -> Any:
+    return trained(UnifiedFSDPStrategy(hold="shards"), ranks=2, rank=local_rank(), kind=Forks)
+
+
+class Ends(L.Callback):
+    """Ends one rank's process in the middle of a backward pass, without an error."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if local_rank() == 1 and batch_idx == 2:
+            module.blocks[1].register_full_backward_hook(lambda *_: os._exit(7))
+
+
+def dying(hold: Any) -> Any:
+    return trained(UnifiedFSDPStrategy(hold=hold), Ends(), ranks=2, rank=local_rank())
+
+
+def chosen() -> tuple[str, str]:
+    """Return what ranks hold with a large budget on all, and with one on the second rank that the whole exceeds."""
+    held = []
+    for whole in (False, True):
+        strategy = UnifiedFSDPStrategy()
+        if whole and local_rank() == 1:
+            fsdp._bytes_of_whole = lambda *_, **__: 2**62
+        trained(strategy, ranks=2, rank=local_rank(), max_steps=1, max_epochs=-1)
+        held.append(strategy.holds)
+    return held[0], held[1]

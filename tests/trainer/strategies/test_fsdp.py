@@ -48,6 +48,63 @@ def test_ranks_train_as_one_process_on_their_joined_batches(name, size, rows):
         assert_alike(fits, alone(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "rows"),
+    [
+        ("clipped windows", 2, 2),
+        slow("plain", 2, "auto"),
+        slow("plain", 4, 1),
+        slow("clipped windows", 4, "auto"),
+        slow("wide", 2, 1),
+    ],
+)
+def test_ranks_that_hold_shards_train_as_one_process(name, size, rows):
+    arguments = {"hold": "shards", "micro_batch_size": rows, "check_split": False}
+    for fits in on_ranks(sharded.run, size, name, arguments, size=size):
+        assert_alike(fits, alone(name))
+
+
+@pytest.mark.parametrize("hold", some(["parameters", "shards"], "shards"))
+def test_recomputed_blocks_train_as_kept_ones(hold):
+    for fits in on_ranks(sharded.run, 2, "plain", {"hold": hold, "recompute": True}):
+        assert_alike(fits, alone("plain"))
+
+
+@pytest.mark.parametrize("phase", some((*REPEATED, "collective", "gathering"), "collective", "backward"))
+def test_ranks_that_hold_shards_leave_and_repeat_a_batch_together(phase):
+    phase = phase if phase != "reduction" else "collective"
+    for fits in on_ranks(sharded.recovered_shards, phase, "smaller"):
+        assert fits[phase]["recoveries"] == 1
+        assert fits[phase]["largest"] == fits["smaller"]["largest"] == 2
+        assert torch.equal(fits[phase]["weights"], fits["smaller"]["weights"])
+
+
+@pytest.mark.parametrize("phase", some(("optimizer step", "half written", "validation"), "validation"))
+def test_ranks_that_hold_shards_repeat_updates_alone_and_evaluations_together(phase):
+    for fits in on_ranks(sharded.recovered_shards, phase, "undisturbed"):
+        assert torch.equal(fits[phase]["weights"], fits["undisturbed"]["weights"])
+        assert fits[phase]["metrics"] == pytest.approx(fits["undisturbed"]["metrics"])
+
+
+def test_ranks_that_come_to_different_collectives_end_and_say_why():
+    for ended in on_ranks(sharded.different_paths):
+        assert ended.kind == "RankError"
+        assert "different collectives" in ended.text
+
+
+def test_a_rank_that_is_gone_is_named_by_the_others():
+    for hold in ("parameters", "shards"):
+        first, second = on_ranks(sharded.dying, hold)
+        assert (first.kind, second.kind) == ("RankError", "Gone")
+        assert "rank 1" in first.text
+
+
+def test_shards_are_held_where_the_whole_does_not_fit_the_budget():
+    held = on_ranks(sharded.chosen)
+
+    assert held == [("parameters", "shards")] * 2
+
+
 def test_ranks_may_split_into_different_sizes():
     first, second = on_ranks(sharded.different_sizes)
 
@@ -112,6 +169,7 @@ def test_what_cannot_be_trained_sharded_is_refused_by_name():
         assert 'cannot train with precision="16-mixed"' in refused["16-mixed"]
         assert "cannot run LBFGS" in refused["LBFGS"]
         assert "leaves embed.weight whole" in refused["partly sharded"]
+        assert 'hold="shards" cannot check that a batch splits exactly' in refused["checked split"]
 
 
 def test_a_module_that_shards_itself_is_left_as_it_is():
@@ -139,6 +197,14 @@ def test_it_can_be_sent_to_a_process_that_is_spawned():
     strategy = UnifiedFSDPStrategy(micro_batch_size=3, start_method="spawn")
 
     assert pickle.loads(pickle.dumps(strategy)).policy.sizes.max_micro_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [({"window_mean": "terms"}, "cannot count loss terms"), ({"loss_chunk": 8}, "loss in chunks")]
+)
+def test_options_that_need_whole_parameters_are_refused_with_shards(option, text):
+    with pytest.raises(ConfigurationError, match=text):
+        UnifiedFSDPStrategy(hold="shards", **option)
 
 
 def test_a_hold_that_is_none_is_refused():
