@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unified.nn.saved_attention import SavedAttention, graph_contexts
+from lightning_unified.nn.attention.saved import SavedAttention, graph_contexts
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from lightning_unified.nn.attention.saved import SavedAttention
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
-from lightning_unified.nn.saved_attention import SavedAttention
 from lightning_unified.nn.stand_in import FORWARD, StandIn, call_slot, warn_once
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 
 from lightning_unified.data.documents import error_codes as codes
 from lightning_unified.data.documents import record as layout
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.gearhead.generate import generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.models.plain_checkpoint import load_weights, read_plain
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["Diagnoser", "write_samples"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.nn.saved_attention import generator_state, restored, saved_once
+from lightning_unified.nn.attention.saved import generator_state, restored, saved_once
 
 __all__ = ["CHUNK_BYTES", "Call", "attention_in_chunks", "queries_of_chunk"]
 

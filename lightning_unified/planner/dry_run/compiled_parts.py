@@ -12,7 +12,7 @@ from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.compiled import COMPILED_CALL, compiled_parts
 from lightning_unified.options import compiled_only_in_training
-from lightning_unified.planner.fake.compiled import CompiledCall
+from lightning_unified.planner.fake.compiled.call import CompiledCall
 from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["noticed", "run_as_compiled", "uncompiled"]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating, forward_last
+from lightning_unified.models.causal_lm.sampling import Sampling, draw
 from lightning_unified.models.finetune.data.answers import AnswerMask
 from lightning_unified.models.finetune.data.examples import Example
 from lightning_unified.models.pretrained.chat import ChatTokenizer
-from lightning_unified.models.sampling import Sampling, draw
 
 __all__ = ["Answerer", "prompt_of", "stop_ids"]
 

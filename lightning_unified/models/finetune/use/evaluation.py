@@ -11,6 +11,7 @@ import torch
 
 from lightning_unified.models.causal_lm.labelled_rows import labelled
 from lightning_unified.models.causal_lm.language_model import evaluating
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.finetune.data.answers import AnswerMask
 from lightning_unified.models.finetune.data.care import fitted, split_examples
 from lightning_unified.models.finetune.data.examples import Example, read_examples
@@ -20,7 +21,6 @@ from lightning_unified.models.finetune.module import Finetune
 from lightning_unified.models.finetune.presets import PRESETS
 from lightning_unified.models.finetune.use.answering import Answerer, stop_ids
 from lightning_unified.models.pretrained.adapters import adapter_layers, adapters_off
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["Evaluation", "Sample", "evaluate", "held_out", "samples_of"]
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends.patching import replaced
-from lightning_unified.planner.fake.fused_graph import FusedGraph
+from lightning_unified.planner.fake.compiled.fused_graph import FusedGraph
 from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["CompiledCall"]

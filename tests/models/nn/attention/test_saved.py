@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_unified.nn import saved_attention
+from lightning_unified.nn.attention import saved
 from lightning_unified.nn.recomputing import RecomputePolicy, Recomputing
 
 
@@ -47,8 +47,8 @@ NOISY = torch.ops.lightning_unified_tests.noisy_attention.default
 
 @pytest.fixture
 def _noisy_is_a_kernel(monkeypatch):
-    kernels = saved_attention.attention_kernels() | {NOISY}
-    monkeypatch.setattr(saved_attention, "attention_kernels", lambda: kernels)
+    kernels = saved.attention_kernels() | {NOISY}
+    monkeypatch.setattr(saved, "attention_kernels", lambda: kernels)
 
 
 class Block(nn.Module):
@@ -194,7 +194,7 @@ def test_a_block_that_attends_more_often_in_its_second_run_is_refused():
 def test_nothing_of_it_lives_on_after_the_backward_pass(monkeypatch):
     made = []
     monkeypatch.setattr(
-        saved_attention.SavedAttention,
+        saved.SavedAttention,
         "__init__",
         lambda self: made.append(weakref.ref(self)) or setattr(self, "_outputs", []),
     )
