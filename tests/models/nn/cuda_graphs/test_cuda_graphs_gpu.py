@@ -11,7 +11,7 @@ from torch import nn
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
-from tests.support.modules.recorded_gpu import Net, assert_same, settle, step, texts
+from tests.support.modules.recorded.gpu import Net, assert_same, settle, step, texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

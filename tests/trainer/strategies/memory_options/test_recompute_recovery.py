@@ -7,7 +7,7 @@ from torch import nn
 from lightning_unified.errors import OutOfMemoryError, SplitError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from tests.support.modules.recomputed import Deep, Pairs, Switch, trained
-from tests.trainer.strategies.test_recompute import assert_equal
+from tests.trainer.strategies.memory_options.test_recompute import assert_equal
 
 
 @pytest.fixture(autouse=True)
