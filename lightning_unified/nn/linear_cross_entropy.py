@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 16 * 2**20
-# a smaller chunk rereads the sum of the weight's gradient more often: benchmarks/options/chunked_loss.json
+# a smaller chunk rereads the sum of the weight's gradient more often: benchmarks/options/loss/chunked_loss.json
 _FUSED_CHUNK_BYTES = 512 * 2**20
 _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 

@@ -22,7 +22,7 @@ class RecomputePolicy:
 
     If some blocks recompute, they are always the first ones. The peak is at the beginning of the backward pass or where a block runs
     again. With the first blocks, the backward pass has freed the activations of all other blocks before one runs again. With the
-    last blocks, the first to run again adds to everything the others hold. benchmarks/options/recomputed_blocks.py compares both, and an
+    last blocks, the first to run again adds to everything the others hold. benchmarks/options/blocks/recomputed_blocks.py compares both, and an
     even spread.
 
     Attributes:

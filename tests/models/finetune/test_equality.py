@@ -5,9 +5,9 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from tests.support.finetune import chats, data, fit
+from tests.support.finetune.plain_loop import check_plain_loop, tuned
 from tests.support.grpo.training import Gradients
 from tests.support.lanes import slow
-from tests.support.finetune.plain_loop import check_plain_loop, tuned
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 3])

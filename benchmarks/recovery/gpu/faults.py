@@ -1,6 +1,6 @@
 """Inject GPU faults that raise nothing into simulated Macs, and measure the cost of looking for them.
 
-    python -m benchmarks.recovery.gpu_faults [--runs 100] [--clean 10000] [--steps 400]
+    python -m benchmarks.recovery.gpu.faults [--runs 100] [--clean 10000] [--steps 400]
 
 A simulated machine aborts a command buffer: none of its operations run, and their results keep what the memory held before, or NaN. Each
 faulty run is compared with an undisturbed run that has the same micro-batches from the same batch on. The kinds:
@@ -15,7 +15,7 @@ faulty run is compared with an undisturbed run that has the same micro-batches f
 - short and silent: 1 to 20 operations from anywhere in the step, without a message. This is the limit of the method, and no bar.
 
 The overhead is measured on the CPU without a simulation, with the watch over file descriptor 2: the checks of each step are timed by themselves,
-and the median over the steps counts. `--costs` measures only this, and replaces it in the record. **Nothing here has run on a Mac.** Writes benchmarks/recovery/gpu_faults.json.
+and the median over the steps counts. `--costs` measures only this, and replaces it in the record. **Nothing here has run on a Mac.** Writes benchmarks/recovery/gpu/faults.json.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from benchmarks.records import markdown, origin, prepare, write
-from benchmarks.recovery.gpu_fault_checks import BATCHES, ROWS, Layers, costs_of, data, trainer_of
+from benchmarks.recovery.gpu.checks import BATCHES, ROWS, Layers, costs_of, data, trainer_of
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import GpuFaultError
 from lightning_unified.hardware.simulated import Abort
@@ -241,7 +241,7 @@ def false_alarms(folder: Path, steps: int) -> dict[str, Any]:
 def renewed(folder: Path, steps: int, path: Path) -> int:
     """Replace the overhead in the record at `path`."""
     costs, record = costs_of(folder, steps), json.loads(path.read_text(encoding="utf-8"))
-    made = origin(f"python -m benchmarks.recovery.gpu_faults --costs --steps {steps}")
+    made = origin(f"python -m benchmarks.recovery.gpu.faults --costs --steps {steps}")
     runs = record.pop("runs")
     write({**record, "overhead": costs, "overhead_made": made, "runs": runs}, path)
     print(markdown({f"{c['blocks']} blocks, {c['micro-batches']} micro-batches": c for c in costs}, first="step"))
@@ -272,7 +272,7 @@ def main() -> int:
         clean = alarms.result()
     costs = costs_of(folder, asked.steps)
     command = (
-        f"python -m benchmarks.recovery.gpu_faults --runs {asked.runs} --clean {asked.clean} --steps {asked.steps}"
+        f"python -m benchmarks.recovery.gpu.faults --runs {asked.runs} --clean {asked.clean} --steps {asked.steps}"
     )
     found = totals(runs)
     record = {**origin(command), "hardware": "simulated; not run on a Mac", "bar_ms": BAR_MS}

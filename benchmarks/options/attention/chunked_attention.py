@@ -5,8 +5,8 @@ the simulated machine m2-16gb in bf16-mixed. `steps` predicts a step of 1 row; `
 model of the same kind on the simulated machine, and compares the predicted peak with the counted one. Nothing runs on a Mac.
 Entries that the record holds already are kept; delete the file to make them anew.
 
-Usage: python -m benchmarks.options.chunked_attention
-       (writes benchmarks/options/chunked_attention.json; ten minutes on one idle core)
+Usage: python -m benchmarks.options.attention.chunked_attention
+       (writes benchmarks/options/attention/chunked_attention.json; ten minutes on one idle core)
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.options.large_vocabulary import MACHINE, ROWS, CausalLM, figures, missing, plan_on_machine
+from benchmarks.options.loss.large_vocabulary import MACHINE, ROWS, CausalLM, figures, missing, plan_on_machine
 from benchmarks.records import markdown, origin, prepare, write
 from lightning_unified import Plan, UnifiedStrategy, predict
 from lightning_unified.cost_model.rates import tabled_rates
@@ -122,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare("chunked-attention")
     budget = resolve_budget("auto", SimulatedMachine(MACHINE).reading()).bytes
-    record = origin("python -m benchmarks.options.chunked_attention")
+    record = origin("python -m benchmarks.options.attention.chunked_attention")
     record |= {"simulated": MACHINE, "budget_bytes": budget, "length": LENGTH, "rows": ROWS}
     record |= {"steps": [], "plans": [], "runs": []}
     if arguments.output.exists():

@@ -4,8 +4,8 @@ Two networks train on batches of 32 x 1,024 tokens in bfloat16 autocast: GearHea
 nothing of this package. Each cell is a process of its own. The bare cell of a network measures a compiled loop without Lightning; its
 peak is the unit of the budgets. The other cells run `strategy="unified"` with compiled blocks, or with a module that the user compiled.
 
-Usage: python -m benchmarks.options.compiled_blocks [network/cell ...] [--steps 60] [--seconds 170]
-       (writes benchmarks/options/compiled_blocks.json; cells that do not fit into the seconds are left out)
+Usage: python -m benchmarks.options.blocks.compiled_blocks [network/cell ...] [--steps 60] [--seconds 170]
+       (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out)
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from benchmarks.records import origin, prepare, write
 
-COMMAND = "python -m benchmarks.options.compiled_blocks"
+COMMAND = "python -m benchmarks.options.blocks.compiled_blocks"
 RESULTS = Path(__file__).with_suffix(".json")
 ROWS, LENGTH, CLASSES, WIDTH, HEADS, LAYERS = 32, 1024, 50_304, 768, 12, 12
 WARM = 34  # steps before the clock: compilation, the allocator's cache, and the exactness checks up to batch 32
@@ -250,7 +250,7 @@ def main() -> None:
             print(f"{name}: left out, no time is left", flush=True)
             continue
         environment = {**os.environ, "CELL": name, "PEAK": str(peaks.get(network, 0))}
-        arguments = [sys.executable, "-m", "benchmarks.options.compiled_blocks", "--steps", str(options.steps)]
+        arguments = [sys.executable, "-m", "benchmarks.options.blocks.compiled_blocks", "--steps", str(options.steps)]
         found: dict[str, Any]
         try:
             ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=left, check=False)

@@ -3,8 +3,8 @@
 One forward and backward pass of a mean loss in bfloat16 autocast, for three vocabularies and several chunk sizes. Peaks are those of the
 caching allocator, above the operands.
 
-Usage: python -m benchmarks.options.chunked_loss [--repeats 20]
-       (writes benchmarks/options/chunked_loss.json; under a minute on an H200)
+Usage: python -m benchmarks.options.loss.chunked_loss [--repeats 20]
+       (writes benchmarks/options/loss/chunked_loss.json; under a minute on an H200)
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main() -> None:
             shape = {"rows": rows, "width": width, "classes": classes, "way": way}
             runs.append(shape | measured(loss, rows, width, classes, arguments.repeats))
             print(runs[-1], flush=True)
-    record = origin("python -m benchmarks.options.chunked_loss")
+    record = origin("python -m benchmarks.options.loss.chunked_loss")
     record |= {"accelerator": torch.cuda.get_device_name(), "precision": "bf16 autocast", "runs": runs}
     write(record, arguments.output)
     named = {f"{run['classes']:,} classes: {run['way']}": run for run in runs}

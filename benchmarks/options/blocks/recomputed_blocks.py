@@ -2,7 +2,7 @@
 
 It also measures the cost of keeping attention outputs.
 
-    python -m benchmarks.options.recomputed_blocks [--output benchmarks/options/recomputed_blocks.json]
+    python -m benchmarks.options.blocks.recomputed_blocks [--output benchmarks/options/blocks/recomputed_blocks.json]
 
 Peaks are the most that tensors take in a second optimizer step (gradients of the first live in its forward pass, as in Lightning),
 from torch's profiler on the CPU, in MiB. Half a minute on one core.
@@ -129,4 +129,4 @@ def attention_kept() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(record_measures("options.recomputed_blocks", Path(__file__), (which, attention_kept)))
+    sys.exit(record_measures("options.blocks.recomputed_blocks", Path(__file__), (which, attention_kept)))

@@ -1,6 +1,6 @@
 """The fits that GPU faults are injected into, and the time of their checks.
 
-`gpu_faults.py` writes both into its record. Times are measured on the CPU without a simulation: nothing here has run on a Mac.
+`faults.py` writes both into its record. Times are measured on the CPU without a simulation: nothing here has run on a Mac.
 """
 
 import statistics

@@ -5,8 +5,8 @@ rows of 2,048 and of 1,024 tokens on the simulated machine m2-16gb, with LoRA an
 `loss_chunk` and the other may not. `least` is the smallest step in two ways to compute the loss: 1 row at a time, all blocks recomputed.
 Entries that the record holds already are kept; delete the file to make them anew.
 
-Usage: python -m benchmarks.options.large_vocabulary [--lengths 2048 1024]
-       (writes benchmarks/options/large_vocabulary.json; a quarter of an hour on one idle core)
+Usage: python -m benchmarks.options.loss.large_vocabulary [--lengths 2048 1024]
+       (writes benchmarks/options/loss/large_vocabulary.json; a quarter of an hour on one idle core)
 """
 
 import argparse
@@ -115,7 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare("large-vocabulary")
     budget = resolve_budget("auto", SimulatedMachine(MACHINE).reading()).bytes
-    record = origin("python -m benchmarks.options.large_vocabulary")
+    record = origin("python -m benchmarks.options.loss.large_vocabulary")
     record |= {"simulated": MACHINE, "budget_bytes": budget, "rows": ROWS, "least": [], "runs": []}
     if arguments.output.exists():
         known = json.loads(arguments.output.read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 Recorded are the blocks found, whether recomputing them changes a bit, and the bytes kept.
 
-    python -m benchmarks.options.recomputation [--output benchmarks/options/recomputation.json]
+    python -m benchmarks.options.blocks.recomputation [--output benchmarks/options/blocks/recomputation.json]
 
 Needs transformers and torchvision; downloads nothing, for all models are made small or untrained. A minute or two on two cores.
 Kept bytes are those of the tensors that autograd holds between the forward and the backward pass, parameters not counted.
@@ -150,4 +150,4 @@ def images() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(record_measures("options.recomputation", Path(__file__), (libraries, language, images)))
+    sys.exit(record_measures("options.blocks.recomputation", Path(__file__), (libraries, language, images)))

@@ -3,8 +3,8 @@
 Each run trains three steps of a small model on the simulated machine m2-16gb, whose allocator is that of the installed torch. The ratio of the
 predicted to the counted peak is recorded. Nothing runs on a Mac.
 
-Usage: python -m benchmarks.options.attention_peaks
-       (writes benchmarks/options/attention_peaks.json; two minutes on one idle core)
+Usage: python -m benchmarks.options.attention.attention_peaks
+       (writes benchmarks/options/attention/attention_peaks.json; two minutes on one idle core)
 """
 
 import argparse
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     prepare("attention-peaks")
-    record = origin("python -m benchmarks.options.attention_peaks")
+    record = origin("python -m benchmarks.options.attention.attention_peaks")
     record |= {"simulated": MACHINE, "budget": BUDGET, "steps": STEPS, "runs": []}
     table: dict[str, dict[str, str]] = {}
     for kind, attention, recompute in itertools.product(KINDS, ("torch", "chunked"), (False, True)):

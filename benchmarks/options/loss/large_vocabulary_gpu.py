@@ -3,8 +3,8 @@
 The model and batch are those of `large_vocabulary.py` in bfloat16 autocast, trained by AdamW (fused), for several chunks. The batch runs
 whole. `predicted MiB` is the peak of a dry run of the same step.
 
-Usage: python -m benchmarks.options.large_vocabulary_gpu [--steps 10]
-       (writes benchmarks/options/large_vocabulary_gpu.json; two to three minutes on an H200)
+Usage: python -m benchmarks.options.loss.large_vocabulary_gpu [--steps 10]
+       (writes benchmarks/options/loss/large_vocabulary_gpu.json; two to three minutes on an H200)
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.options.large_vocabulary import ROWS, VOCABULARY, CausalLM
+from benchmarks.options.loss.large_vocabulary import ROWS, VOCABULARY, CausalLM
 from benchmarks.records import markdown, origin, prepare, write
 from lightning_unified import predict
 from lightning_unified.nn.lazy_logits import LazyHeads
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     prepare("large-vocabulary-gpu")
-    record = origin("python -m benchmarks.options.large_vocabulary_gpu")
+    record = origin("python -m benchmarks.options.loss.large_vocabulary_gpu")
     record |= {
         "accelerator": torch.cuda.get_device_name(),
         "precision": "bf16 autocast",
