@@ -86,7 +86,7 @@ class CudaGraphs(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Gather gradients and free cached blocks before an optimizer creates its state in the first step.
+        """Gather gradients and free cached blocks before the optimizer creates its state.
 
         Otherwise the state would keep blocks between gradients, left by activations, which recordings could then never use.
         """

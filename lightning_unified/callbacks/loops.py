@@ -53,7 +53,10 @@ def total_steps(trainer: Trainer) -> float:
 
 
 def window_is_open(trainer: Trainer) -> bool:
-    """Return whether an accumulation window continues after this batch, with its gradients in `.grad`."""
+    """Return whether the accumulation window stays open after this batch.
+
+    Its gradients are then in `.grad`.
+    """
     return trainer.fit_loop._should_accumulate()
 
 
@@ -95,7 +98,7 @@ def validation_is_complete(trainer: Trainer) -> bool:
 
 
 def will_stop(trainer: Trainer) -> bool:
-    """Return whether no training batch follows because `should_stop` is set or `max_steps` is reached."""
+    """Return whether training ends here: `should_stop` is set or `max_steps` is reached."""
     loop = trainer.fit_loop
     reached = loop.max_steps != -1 and trainer.global_step >= loop.max_steps
     return reached or (trainer.should_stop and loop._can_stop_early)

@@ -172,7 +172,7 @@ def _run(
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:
-    """Return the folder of a sweep's runs: `run_dir` if given, else a new folder named after the time."""
+    """Return the folder of a sweep's runs: `run_dir`, or a new folder named after the time."""
     for override in parse_overrides(overrides):
         if key_of(override) in {"run_dir", "hydra.sweep.dir"}:
             return Path(str(override.value()))
@@ -193,7 +193,7 @@ def _all_finished(folder: Path) -> bool:
 
 
 def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], Any]) -> int:
-    """Run `task` in Hydra's application with `arguments` as its command line, and return the exit code.
+    """Run `task` as a Hydra application on `arguments`, and return the exit code.
 
     Raises:
         ConfigurationError: If Hydra cannot compose the configuration or create its folder.

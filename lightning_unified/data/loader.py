@@ -144,7 +144,7 @@ class LoaderOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "LoaderOptions":
-        """Return the loader's options among the arguments of a data module by name, and ignore the others."""
+        """Return the loader's options among a data module's arguments; ignore the others."""
         return cls(**{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments})
 
     @property

@@ -79,7 +79,9 @@ def verify_plugin(
     clips: bool,
     sources: Sources | None = None,
 ) -> None:
-    """Raise unless the plugin does what its name says (R2) and its scaler suits the optimizers (R3).
+    """Raise unless the plugin does what its name says (R2) and its scaler fits (R3).
+
+    The scaler must suit the optimizers.
 
     Raises:
         PrecisionError: If autocast is for another device than the module or disabled, if float16 would train without a live

@@ -33,7 +33,9 @@ _WRITERS = ("callbacks", "logger", "trainer", "memory")
 
 
 def check_links(directory: Path) -> None:
-    """Refuse symbolic links that lead out of `directory`: a resumed run would write through them.
+    """Refuse symbolic links that lead out of `directory`.
+
+    A resumed run would write through them.
 
     Raises:
         ConfigurationError: With the first such link and where it leads.
@@ -103,7 +105,9 @@ def is_own(path: Any) -> bool:
 
 
 def check_paths(directory: Path, config: DictConfig) -> None:
-    """Refuse paths outside of `directory` in callbacks, loggers, the Trainer and the memory options.
+    """Refuse paths outside of `directory`.
+
+    Callbacks, loggers, the Trainer and the memory options are checked.
 
     Raises:
         ConfigurationError: With the first such key.

@@ -1,4 +1,7 @@
-"""Events of a run, appended to `events.jsonl` as they happen, so that a killed run leaves them too."""
+"""Events of a run, appended to `events.jsonl` as they happen.
+
+A killed run leaves them too.
+"""
 
 import json
 import logging
@@ -103,7 +106,7 @@ class Journal(Callback):
 
 
 def _plan(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the plan so far. `plan.json` is written at the end, which a failed run does not reach."""
+    """Return the plan so far; a failed run does not reach the end, where `plan.json` is written."""
     plan = getattr(trainer.strategy, "plan", None)
     return None if plan is None else plan.to_dict()
 

@@ -67,7 +67,9 @@ def show_changes(directory: Path, changes: Sequence[Change]) -> None:
 
 
 def show_start(config: DictConfig, machine: Machine, *, module: LightningModule, given: Sequence[str] = ()) -> None:
-    """Print in at most ten lines what runs, and how it uses the machine; `config.yaml` holds all settings.
+    """Print what runs and how it uses the machine, in at most ten lines.
+
+    `config.yaml` holds all settings.
 
     The effective settings come from the Trainer that `module` is attached to, not from the request.
     """
