@@ -23,7 +23,7 @@ _NAMED = 3  # parameters that a message names; it counts the others
 
 
 class GradientHealth(Callback):
-    """Count optimizer steps with NaN or Inf gradients, log them, and stop after too many in a row.
+    """Count optimizer steps with NaN or Inf gradients; stop after too many bad steps in a row.
 
     Each step costs one pass over the gradients, as one multi-tensor operation where the backend has it. The pass computes one number per
     gradient, which is finite only if the whole gradient is finite. The numbers stay on the device. The callback reads them every

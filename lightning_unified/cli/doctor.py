@@ -1,4 +1,4 @@
-"""`doctor`: show memory, capabilities and environment of this machine, and the suitable tiers."""
+"""`doctor`: show this machine's memory, capabilities, environment and suitable tiers."""
 
 import argparse
 import json

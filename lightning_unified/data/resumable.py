@@ -53,7 +53,7 @@ class ResumableData(LightningDataModule, ABC):
 
     @abstractmethod
     def describe_line(self) -> str:
-        """Return one line about the documents that were read, left out and split, for the start of a run."""
+        """Return one line about the data for the start of a run: documents read, left out, split."""
 
     def example_batch(self) -> dict[str, Tensor]:
         """Return a training batch of zeros with full size and length; no file is read."""

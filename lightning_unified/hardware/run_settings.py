@@ -206,7 +206,7 @@ class HardwareSettings:
 
 
 def host_threads(sources: Sources | None = None) -> int:
-    """Return the number of threads for one CPU operator: the performance cores this process may use.
+    """Return the number of threads for one CPU operator: the usable performance cores.
 
     Efficiency cores slow an operator down to their own speed, because its threads wait for each other. A cgroup's processor
     quota counts too: threads beyond it are stopped for the rest of each period.

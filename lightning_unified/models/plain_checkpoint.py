@@ -64,7 +64,7 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any], *, path: str | Path, assign: bool = False) -> None:
-    """Load the weights of the checkpoint `path` into a module; its pages leave memory as the values move.
+    """Load the weights of the checkpoint `path`, and release its pages as the values move.
 
     `assign` is that of `load_state_dict`: the values become the parameters of a module that has none.
 
@@ -94,7 +94,7 @@ def check_same_sizes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def check_vocabulary(given: Mapping[str, int], *, rows: int, trained: Mapping[str, int] | None) -> None:
-    """Raise a ValueError if a tokenizer has too many tokens for a model, or others than in training.
+    """Raise a ValueError if a tokenizer has too many tokens or others than in training.
 
     Args:
         given: The tokenizer's tokens with their ids.

@@ -87,7 +87,7 @@ def scheduled_adamw(
 
 
 class EpochSums(Metric):
-    """Metric that adds up a vector of `size` sums, exact for any split over micro-batches and processes."""
+    """Add up a vector of `size` sums; exact for any split over micro-batches and processes."""
 
     full_state_update = False
     sums: Tensor

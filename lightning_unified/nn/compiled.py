@@ -21,7 +21,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost compiled modules in `module`, by name; a graph contains the modules inside it."""
+    """Return the outermost compiled modules in `module` by name.
+
+    The graph of each contains the modules inside it.
+    """
     if is_compiled(module):
         return {"": module}
     found = {}

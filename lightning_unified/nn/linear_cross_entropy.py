@@ -129,7 +129,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk
 
 
 def _refuse_unoffered(labels: Tensor, num_classes: int) -> None:
-    """Stop the device at a label that is no class, as torch's own kernel does; nothing waits for the device."""
+    """Stop the device at a label that is no class, as torch's kernel does, without waiting."""
     offered = (labels == IGNORED) | ((labels >= 0) & (labels < num_classes))
     torch._assert_async(offered.all(), f"a label is neither {IGNORED} nor from 0 to {num_classes - 1}")  # pyright: ignore[reportPrivateImportUsage]
 
@@ -166,6 +166,6 @@ def _torch_losses(
 
 
 def trains_only_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether gradients flow to the input of a linear layer, and to none of its parameters."""
+    """Return whether a linear layer's input needs a gradient and none of its parameters does."""
     is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     return is_frozen and hidden.requires_grad and torch.is_grad_enabled()

@@ -53,7 +53,7 @@ def resolve_precision(
 def resolve_simulated(
     given: stock.Precision | None, *, asked: str, simulated: Platform, here: Platform
 ) -> tuple[PrecisionChoice, stock.Precision]:
-    """Return the precision of a simulated platform and its plugin, as far as this CPU can run it.
+    """Return the precision of a simulated platform and its plugin, as near as this CPU allows.
 
     Float16 becomes bfloat16, which takes as many bytes: a CPU has no gradient scaler in Lightning.
 

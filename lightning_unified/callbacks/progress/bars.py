@@ -33,7 +33,7 @@ else:
 
 
 class _MemoryColumns(_Bar):
-    """Add memory, micro-batch size and pressure to a progress bar, or to lines without a terminal.
+    """Add memory, micro-batch size and pressure to a progress bar, or to plain lines.
 
     `mem 1.2/4.0 GiB` is allocated of the budget, or of the pool without a budget. `micro 4` is in rows. `pressure warn` is the level
     that `PressureGuard` reads.

@@ -69,7 +69,7 @@ class Block:
 
 
 class Home:
-    """One allocation of the driver: a heap of Metal, a segment of CUDA, a mapping of the C library."""
+    """One allocation of the driver: a Metal heap, a CUDA segment or a mapping of the C library."""
 
     __slots__ = ("blocks", "room", "size", "small")
 
@@ -133,7 +133,7 @@ class Freed:
         return self.blocks[at] if at < len(self.blocks) else None
 
     def pop(self, size: int, *, most: float) -> Block | None:
-        """Remove and return the smallest block of at least `size` bytes; None if it exceeds `most` bytes."""
+        """Remove and return the smallest block from `size` to `most` bytes; None if there is none."""
         at = bisect.bisect_left(self._order, (size,))
         if at == len(self._order) or self._order[at][0] > most:
             return None

@@ -109,7 +109,7 @@ def ensure_pair(sources: Sources) -> Cap:
 
 
 def mps_allocator_initialized(sources: Sources) -> bool | None:
-    """Return whether torch has constructed the accelerator's allocator, None if torch cannot say."""
+    """Return whether torch has built the accelerator's allocator; None if torch does not say."""
     try:
         return bool(sources.torch._C._accelerator_isAllocatorInitialized())
     except Exception:

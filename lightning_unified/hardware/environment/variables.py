@@ -1,4 +1,4 @@
-"""Check the environment variables that decide how torch uses memory, before a run fails on one."""
+"""Check the environment variables of torch's memory use before a run fails on one."""
 
 import difflib
 from collections.abc import Mapping

@@ -50,7 +50,7 @@ def read_mps(sources: Sources, index: int | None = None) -> Reading:
 
 
 def mps_name(sources: Sources) -> str:
-    """Return the GPU's Metal name ("Apple M4 Pro"), or the processor's if torch does not know it."""
+    """Return the GPU's Metal name, such as "Apple M4 Pro"; else the name of the processor."""
     try:
         return str(sources.torch.backends.mps.get_name())
     except Exception:

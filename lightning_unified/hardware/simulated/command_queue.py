@@ -1,4 +1,4 @@
-"""A Metal command queue without the GPU: operations in command buffers, some of which are aborted."""
+"""A simulated Metal command queue: operations in command buffers, of which some are aborted."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MESSAGE = "Execution of the command buffer was aborted due to an error during e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
-    """A command buffer that the device aborts: it runs none of the operations in it, and nothing is raised.
+    """A command buffer that the device aborts: its operations do not run, and nothing is raised.
 
     Attributes:
         after: Operations before it, counted from the call of `CommandQueue.abort`.
@@ -34,7 +34,7 @@ class Abort:
 
 
 class CommandQueue:
-    """Runs the operations of a simulated device, in order; without an `Abort` it changes nothing.
+    """Run the operations of a simulated device in order; an `Abort` drops some of them.
 
     Attributes:
         lost: Operations that were lost so far.
@@ -76,7 +76,7 @@ class CommandQueue:
                 self._said = _MESSAGE
 
     def news(self) -> str | None:
-        """Return the message of an aborted command buffer since the last call; None if there was none."""
+        """Return the message of a command buffer aborted since the last call; None without one."""
         said, self._said = self._said, None
         return said
 
@@ -99,7 +99,7 @@ class CommandQueue:
 
 
 def _lost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fill: "Callable[[Tensor], None]") -> Any:
-    """Run an operation for the shapes of its results and the host's side of it, and take its writes back."""
+    """Run an operation for its result shapes and effects on the host, and undo its writes."""
     schema = func._schema
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]

@@ -1,4 +1,4 @@
-"""A simulated machine: its readings, limits and errors, while this machine's CPU does the work."""
+"""A simulated machine: its readings, limits and errors, while this machine's CPU computes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""Checkpoints without the frozen weights that a run has read from files, and loading them for use."""
+"""Checkpoints without the frozen weights that were read from files, and how to load them."""
 
 from pathlib import Path
 from typing import Any, TypeVar

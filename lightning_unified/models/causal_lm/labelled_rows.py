@@ -1,4 +1,4 @@
-"""Prepared rows of labelled tokens: the tokens that a model reads, and the positions that the loss scores.
+"""Prepared rows of labelled tokens: the model's input and the positions of the loss.
 
 The fields of a prepared batch:
 

@@ -57,7 +57,7 @@ class SupervisedLanguageModel(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens)
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `labelled_rows`; a prepared one unchanged.
+        """Return the batch for `training_step`, see `labelled_rows`; a prepared one unchanged.
 
         Raises:
             ValueError: If the model's logits are not known from its head, see `check_head`; the first batch with values checks this.

@@ -58,7 +58,7 @@ class TextTokenizer:
 
 
 class TextCodec(LightningModule):
-    """A policy that chooses the tokens to keep, a reader of the kept tokens, and their tokenizer.
+    """A policy that chooses the tokens to keep, a reader of these tokens, and their tokenizer.
 
     `trained_steps` is the number of training steps of the loaded checkpoint, else 0. `trained_length` is the text length in
     training, None if unknown.

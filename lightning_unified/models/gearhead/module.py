@@ -152,7 +152,7 @@ class GearHead(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with the whole batch's numbers of loss terms, see `objective.with_totals`."""
+        """Return the batch with its numbers of loss terms, see `objective.with_totals`."""
         return with_totals(batch)
 
     @override

@@ -23,7 +23,10 @@ _INITIAL_STD = 0.02
 
 
 class _Attention(nn.Module):
-    """Causal self-attention, without dropout on its weights, which would materialize B x H x T x T."""
+    """Causal self-attention without dropout on its weights.
+
+    Such dropout would materialize B x H x T x T.
+    """
 
     def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
         super().__init__()

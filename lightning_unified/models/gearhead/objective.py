@@ -16,7 +16,10 @@ __all__ = ["loss_sums", "mean_loss", "with_totals"]
 
 
 def with_totals(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with its numbers of loss terms: `scored_tokens` and `scored_diagnoses` (scalars)."""
+    """Return the batch with its numbers of loss terms `scored_tokens` and `scored_diagnoses`.
+
+    Both are scalars.
+    """
     diagnoses = batch.get("diagnosis_labels")
     asked = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
     if diagnoses is not None:
@@ -50,7 +53,7 @@ def loss_sums(
 def mean_loss(
     network: GearHeadNetwork, batch: Mapping[str, Tensor], *, diagnosis_weight: float, chunk_rows: int | None = None
 ) -> Tensor:
-    """Return the loss of some rows of a batch `with_totals`: their share of the whole batch's loss."""
+    """Return the loss of some rows of a batch `with_totals`: their share of the batch's loss."""
     sums = loss_sums(network, batch, chunk_rows=chunk_rows)
     loss = sums["loss"] / batch["scored_tokens"].clamp(min=1)
     if network.diagnostic_head is None:

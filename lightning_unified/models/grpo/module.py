@@ -172,7 +172,7 @@ class GRPO(SupervisedLanguageModel):
 
     @override
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `batches.sequences`; a prepared one unchanged.
+        """Return the batch for `training_step`, see `batches.sequences`; a prepared one unchanged.
 
         Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 

@@ -93,7 +93,7 @@ _IN_CHUNKS = "attention in chunks"
 
 
 def saved_once(compute: Callable[[], Tensor], *, device: torch.device, draws: bool, trains: bool) -> Tensor:
-    """Return the output of an attention that consists of many operations; treat it as one kernel.
+    """Return the output of an attention of many operations, and save it as that of one kernel.
 
     In the first run of a block whose attention outputs are saved, it is computed and saved. In the second run the saved output is returned,
     and `compute` is not called.

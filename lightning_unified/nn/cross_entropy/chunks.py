@@ -59,7 +59,7 @@ def losses_of_rows(chunks: Chunks) -> Tensor:
 
 
 def summed_loss(chunks: Chunks) -> Tensor:
-    """Return the sum of the rows' losses, a scalar; the forward pass computes its gradient too, and holds it."""
+    """Return the sum of the rows' losses, a scalar; the forward pass also computes its gradient."""
     return _apply(_SummedLoss, chunks)
 
 

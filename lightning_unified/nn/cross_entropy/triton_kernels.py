@@ -80,7 +80,9 @@ def _losses_and_gradient(logits, labels, losses, columns, row_stride, label_stri
 
 
 def losses_of_rows(logits: Tensor, labels: Tensor, losses: Tensor, log_sums: Tensor) -> None:
-    """Write each row's loss and log-sum-exp; (N, V), (N), (N), (N), the last two contiguous and in float32.
+    """Write each row's loss and log-sum-exp.
+
+    Shapes: (N, V), (N), (N), (N). The last two tensors are contiguous and in float32.
 
     Entries of a row of logits lie side by side.
     """

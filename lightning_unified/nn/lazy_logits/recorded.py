@@ -19,7 +19,10 @@ __all__ = ["LinearLogits", "UnknownLogitsError", "recorded_logits"]
 
 
 class UnknownLogitsError(ValueError):
-    """A model's logits are not a linear layer followed by element-wise operations; the text says why."""
+    """The logits are not a linear layer followed by element-wise operations.
+
+    The text says why.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,9 @@ class Step:
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     def widens(self, products: torch.dtype) -> bool:
-        """Return whether the step only casts half precision to float32, in which chunks are computed anyway.
+        """Return whether the step only casts half precision to float32.
+
+        Chunks are computed in float32 anyway.
 
         `products` is the dtype of the head's output.
         """

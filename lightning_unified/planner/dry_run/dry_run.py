@@ -190,7 +190,7 @@ class DryRun:
 
 
 class DryRuns:
-    """Traces one module's step at many sizes, faster than a dry run for each, with equal results.
+    """Trace one module's step at many sizes, faster than one dry run each, with equal results.
 
     All sizes share one combination of memory options.
 
@@ -242,7 +242,7 @@ class DryRuns:
         return trace
 
     def _borrow_twins(self) -> None:
-        """Try the repeated blocks that were found under another attention, if those under this one are not known."""
+        """Try the repeated blocks found under another attention if those of this one are unknown."""
         for (precision, _), other in self._all_twins.items():
             if precision == self._spec.precision and self._twins.runs is None and other.runs:
                 self._twins.borrow(other, list(blocks_of(self._spec.module).values()))

@@ -163,7 +163,7 @@ class Answers(TorchDispatchMode):
         return fakes[0] if isinstance(real, Tensor) else tuple(fakes)
 
     def _shaped(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return results whose shapes follow from the known part of the arguments, else made-up ones."""
+        """Return results shaped by the known arguments, else by made-up values."""
         shaped = shaped_by_known(func, args, self.known)
         return self._made_up(func, args, kwargs) if shaped is None else shaped
 

@@ -48,7 +48,7 @@ class StepBudget:
 
     @property
     def beside(self) -> int:
-        """Bytes of the budget that the process, the driver, the module and a save hold beside the step."""
+        """Bytes of the budget outside the step: process, driver, module and saving."""
         return self.foreign_bytes + self._policy.watch.driver_bytes + self.kept_bytes + self.copy_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Watch file descriptor 2 for the messages of Metal about command buffers, and pass everything on."""
+"""Watch file descriptor 2 for Metal's messages on command buffers, and pass everything on."""
 
 import io
 import os
@@ -36,7 +36,7 @@ while not ended:
 
 
 def fault_in(text: bytes) -> str | None:
-    """Return what Metal says about an aborted command buffer, in one line; None if it says nothing about one."""
+    """Return Metal's message on an aborted command buffer as one line; None without one."""
     found = _FAULT.search(text)
     if found is None:
         return None
@@ -45,7 +45,7 @@ def fault_in(text: bytes) -> str | None:
 
 
 class StandardError:
-    """The messages that libraries write to file descriptor 2, read without delay and passed on unchanged.
+    """The messages of libraries on file descriptor 2, read at once and passed on unchanged.
 
     Until `close`, the descriptor is a file without a name. A small process copies the file to where the descriptor pointed, within
     some hundredths of a second. A write to a file never blocks and is there for a reader at once, which a pipe cannot offer. Python's
@@ -71,7 +71,7 @@ class StandardError:
         os.dup2(self._file.fileno(), 2)
 
     def news(self) -> str | None:
-        """Return what Metal has written about an aborted command buffer since the last call; None if nothing."""
+        """Return Metal's message on an aborted command buffer since the last call; None without one."""
         text = self._rest + b"".join(self._unread())
         said = fault_in(text)
         self._rest = b"" if said is not None else text[-_LONGEST:]
@@ -80,7 +80,7 @@ class StandardError:
         return said
 
     def close(self) -> None:
-        """Point the descriptor back, unless something else has replaced it meanwhile, and pass the rest on."""
+        """Restore the descriptor unless it was replaced since, and pass the rest on."""
         if self._file.closed:
             return
         if os.path.sameopenfile(2, self._file.fileno()):

@@ -1,4 +1,4 @@
-"""What the GPU lost since the last look: missing marks of the canary, and the runtime's message."""
+"""Work that the GPU lost: missing marks of the canary, and messages of the runtime."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ class FaultWatch:
         self._noted: tuple[str, bool] | None = None
 
     def wait(self) -> None:
-        """Wait until the device has run all work so far, so that the next work gets a command buffer of its own."""
+        """Wait for all work on the device, so that the next work gets its own command buffer."""
         self._wait()
 
     def note(self) -> None:
@@ -67,7 +67,7 @@ class FaultWatch:
         return noted or (None, False)
 
     def found(self) -> tuple[str | None, bool]:
-        """Return what `note` remembered, and forget it; if that is nothing, return what `look` returns."""
+        """Return and forget the fault that `note` recorded; without one, return that of `look`."""
         noted = self.take_noted()
         return self.look() if noted[0] is None else noted
 

@@ -56,7 +56,10 @@ class CheckedSplitter:
         self.check = self._new_check()
 
     def batch_moved(self, host: Any, moved: Any) -> None:
-        """Let the check read a batch on the host, unless a user's hook may change it on the way to the device."""
+        """Let the check read a batch on the host, before its transfer to the device.
+
+        It does not if a user's hook may change the batch on the way.
+        """
         if not self._moves_by_hook:
             self.check.host_figures.note(host, moved)
 
@@ -163,7 +166,7 @@ class CheckedSplitter:
 
 
 def _moves_by_hook(trainer: L.Trainer) -> bool:
-    """Return whether the module or the data module has its own hook around the transfer of a batch."""
+    """Return whether module or data module has its own hook around the transfer of a batch."""
     owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     return any(is_overridden(hook, owner) for hook in hooks for owner in owners)

@@ -28,7 +28,7 @@ class ClosureHooks(Protocol):
     _skip_backward: bool
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> "ZeroGrad | None":
-        """Return the object that zeroes gradients; None if the batch does not open an accumulation window."""
+        """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
         ...
 
     def has_terms(self) -> bool:

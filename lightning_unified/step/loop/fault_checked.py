@@ -1,4 +1,6 @@
-"""The optimization loop on Metal: each step is checked for silent GPU faults. Not run on hardware.
+"""The optimization loop on Metal, which checks each step for silent GPU faults.
+
+Not run on hardware.
 
 When the canary and the runtime's messages are read (`step.faults`), and why then:
 
@@ -178,7 +180,9 @@ class FaultCheckedOptimization(UnifiedOptimization):
             self._make_way(self._found, shape=shape, attempt=0, batch=None)
 
     def _called(self, call: Callable[[], T], *, reads: bool = True) -> tuple[T | None, str | None]:
-        """Return the result of what comes before the attempts at a batch, and what the GPU lost of it, in words.
+        """Return the result of work before a batch's attempts, and the fault if the GPU lost some.
+
+        The fault is a text.
 
         Without `reads`, the result depends on the device only by trial runs, which note what was lost.
         """

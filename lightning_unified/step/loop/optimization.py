@@ -123,7 +123,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return outputs
 
     def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
-        """Plan for the batch if its kind is new, and count the loss terms that it adds to its window."""
+        """Plan for a new kind of batch, and count the loss terms that the batch adds to its window."""
         if self._planner is not None:
             self._planner.look(next(iter(kwargs.values())), shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
@@ -208,7 +208,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return scaled
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> ZeroGrad | None:
-        """Return the object that zeroes gradients; None if the batch does not open an accumulation window."""
+        """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
         zeroing = order_of_zeroing(zero_grad, self.trainer, micro_batches=micro_batches)
         if self._attempt is not None:
             self._attempt.zeroing = zeroing

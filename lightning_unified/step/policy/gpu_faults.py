@@ -11,10 +11,10 @@ log = logging.getLogger("lightning_unified")
 
 
 def shorten_command_buffers(policy: MemoryPolicy, shape: BatchShape | None, *, phase: str, found: str) -> None:
-    """Halve the micro-batches of a batch of which the GPU lost work, if possible, and report the repetition.
+    """Halve the micro-batches of a batch that the GPU lost work of, and report the repetition.
 
-    The size that failed is tried again after batches without trouble, as one that ran out of memory. It returns at once if the batch
-    turns out not to split exactly.
+    They are not halved below one unit. The size that failed is tried again after batches without trouble, like a size that ran out of
+    memory. It returns at once if the batch turns out not to split exactly.
 
     Args:
         policy: The policy of the run.

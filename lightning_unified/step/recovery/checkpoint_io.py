@@ -80,7 +80,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path`; the tensors of a local file's weights and optimizer states are mapped.
+        """Return the checkpoint at `path`; tensors of a local file are mapped.
+
+        These are the tensors of weights and optimizer states.
 
         The unified strategies copy them out piece by piece, so that file pages and values are never both in memory. With
         another strategy on the CPU, optimizer states stay in the file's pages until the optimizer writes them.
@@ -123,7 +125,7 @@ def wait_for_writers(io: CheckpointIO | None) -> None:
 
 
 def saves_in_thread(io: CheckpointIO | None) -> bool:
-    """Return whether `io` copies each checkpoint on its device, and writes the copy while training goes on."""
+    """Return whether `io` copies each checkpoint on its device and writes it in a thread."""
     return any(isinstance(one, AsyncCheckpointIO) for one in _chain(io))
 
 

@@ -209,7 +209,7 @@ class MicroBatchSize:
         return self.evidence.proves(shape.elements, self.micro_batch_size(shape))
 
     def plan(self, shape: BatchShape, *, micro_batch_size: int, refused: int, room_bytes: int | None) -> None:
-        """Record a plan's prediction as if both were tried: `micro_batch_size` fits, `refused` does not."""
+        """Record a plan's prediction as if tried: `micro_batch_size` fits, `refused` does not."""
         failure = Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes)
         self.evidence.predict(shape.elements, fits=micro_batch_size, refused=failure)
 

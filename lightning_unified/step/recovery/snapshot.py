@@ -36,7 +36,7 @@ class StateCopies:
 
 
 class StepSnapshot:
-    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler, batch.
+    """The state at the start of a step: `step.undo`, generators, logs, progress, scaler, batch.
 
     Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
     `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.

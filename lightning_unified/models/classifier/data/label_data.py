@@ -135,7 +135,10 @@ class LabelData(ResumableData):
 
     @property
     def learns_tokenizer(self) -> bool:
-        """Whether the tokenizer is learnt from the training texts, so that no pretrained encoder knows its tokens."""
+        """Whether the tokenizer is trained on the training texts.
+
+        No pretrained encoder knows the tokens of such a tokenizer.
+        """
         return self.hparams["pretrained"] is None
 
     @property

@@ -144,7 +144,7 @@ def _totalled(
     options: EvaluationOptions,
     progress: Callable[[int, int], None] | None,
 ) -> "_Totals":
-    """Return every measure of every method at every budget, and of the full context, summed by document."""
+    """Return every measure by method and budget, and of the full context, summed by document."""
     totals = _Totals(num_documents=1 + max(int(batch.documents.max()) for batch in every))
     for done, batch in enumerate(every, start=1):
         totals.add(*_FULL, batch, full_context(subject, batch))

@@ -36,7 +36,7 @@ class Layout:
 
 
 def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
-    """Return the slots (B, S, D), with all slots that are not `real` (B, S) bool moved to the end."""
+    """Return the slots (B, S, D) with all slots that are not `real` (B, S) moved to the end."""
     ahead, behind = real.cumsum(1), (~real).cumsum(1)
     places = torch.where(real, ahead, ahead[:, -1:] + behind) - 1
     index = places.unsqueeze(-1).expand_as(embeddings)

@@ -21,7 +21,10 @@ def binary_entropy(logits: Tensor) -> Tensor:
 
 
 def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
-    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T), without pads."""
+    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T).
+
+    Pads do not count.
+    """
     signs = keep.to(logits.dtype) * 2 - 1
     return (functional.logsigmoid(signs * logits.unsqueeze(1)) * mask.unsqueeze(1)).sum(-1)
 
@@ -38,7 +41,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor) -> Tensor:
-    """Return a term (B) whose gradient estimates that of each text's expected distortion per token.
+    """Return a term (B) whose gradient estimates that of a text's expected distortion per token.
 
     The reward is detached: no gradient flows into its computation.
 
@@ -53,6 +56,9 @@ def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor)
 
 
 def rate_terms(logits: Tensor, *, mask: Tensor, price: Tensor, entropy_weight: float) -> Tensor:
-    """Return price * E[tokens kept] - entropy_weight * entropy, summed by text (B): exact, not sampled."""
+    """Return price · E[tokens kept] − entropy_weight · entropy, summed by text (B).
+
+    Both expectations are exact, not sampled.
+    """
     terms = price * torch.sigmoid(logits) - entropy_weight * binary_entropy(logits)
     return (terms * mask).sum(1)

@@ -81,7 +81,7 @@ class AnswerMask:
         return Encoded(ids, np.arange(len(ids)) >= len(prompt))
 
     def _encoded_text(self, text: str) -> np.ndarray:
-        """Return the ids of a plain text: special tokens at its start as the model has them, and the end token.
+        """Return the ids of a plain text with the model's start tokens and the end token.
 
         Names of special tokens in the text stay text.
         """
@@ -118,7 +118,7 @@ class AnswerMask:
         return encoding.ids, scored
 
     def _spans(self, turns: Sequence, ids: list[int]) -> list[tuple[int, int]]:
-        """Return where the answers lie in the tokens of a conversation, by comparing tokenised prefixes."""
+        """Return where a conversation's answers lie in its tokens, by comparing tokenised prefixes."""
         if self._loss_on == "all":
             return []
         places = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -147,7 +147,10 @@ class AnswerMask:
         )
 
     def _end_of_turn(self, ids: list[int], start: int, stop: int) -> int:
-        """Return the end of an answer without the white space that the template writes after its end-of-turn token."""
+        """Return the end of an answer without white space after the end-of-turn token.
+
+        The template writes that white space.
+        """
         end = stop
         while end > start + 1 and not self._chat.decode([ids[end - 1]], skip_special_tokens=False).strip():
             end -= 1

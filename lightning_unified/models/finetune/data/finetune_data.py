@@ -1,4 +1,4 @@
-"""`FinetuneData`: a user's conversations and texts, as batches of labelled tokens that resume."""
+"""`FinetuneData`: conversations and texts of a user as resumable batches of labelled tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,9 @@ class _Prepared:
 
 
 class FinetuneData(ResumableData):
-    """Conversations, prompts with completions, and plain texts, in a model's own tokens and template.
+    """Conversations, prompts with completions, and plain texts, in a model's own tokens.
+
+    Conversations use the model's template.
 
     `rows.ExampleRows` describes the batches. All results depend only on the arguments and the files; the global random state is never
     used.

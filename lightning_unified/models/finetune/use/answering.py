@@ -54,7 +54,7 @@ class Answerer:
             given = [token]
 
     def _unread(self, prompt: list[int]) -> list[int]:
-        """Return the tokens of a prompt that the cache does not hold; another prompt begins a new cache."""
+        """Return the prompt's tokens that are not cached; a different prompt begins a new cache."""
         known = len(self._read)
         if self._cache is None or known >= len(prompt) or prompt[:known] != self._read:
             self._read, self._cache = [], None
@@ -71,7 +71,7 @@ class Answerer:
 
 
 def stop_ids(chat: ChatTokenizer) -> list[int]:
-    """Return the tokens that end an answer: the end token, and the one that the template writes there."""
+    """Return the tokens that end an answer: the end token and the template's end-of-turn token."""
     found = [chat.end_id]
     if chat.template:
         turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})

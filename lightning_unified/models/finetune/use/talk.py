@@ -16,7 +16,7 @@ _QUIT = {"quit", "exit"}
 
 
 def talk(module: Finetune, *, sampling: Sampling, system: str | None, seed: int | None) -> None:
-    """Answer what a person types, until `quit`, `exit` or the end of input; `new` begins a new conversation.
+    """Answer typed lines until `quit`, `exit` or the end of input; `new` begins a conversation.
 
     A model without a chat template continues each text by itself.
     """

@@ -1,1 +1,1 @@
-"""Compiled modules on fake tensors: the graphs of torch's compiler, and the memory of their tensors."""
+"""Compiled modules on fake tensors: graphs of torch's compiler, and their memory."""

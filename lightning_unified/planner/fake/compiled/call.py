@@ -1,4 +1,4 @@
-"""Run a compiled module on fake tensors: the graphs that torch's compiler partitions, without its code.
+"""Run a compiled module on fake tensors: the compiler's partitioned graphs, not its code.
 
 torch's ahead-of-time autograd traces the module's call and partitions it into a forward and a backward graph, with the decompositions and
 the partitioner of the inductor backend. The tensors saved between the two graphs are those that compiled code saves.
@@ -147,7 +147,7 @@ def _tagged() -> Iterator[None]:
 
 
 class _Tags(TorchDispatchMode):
-    """Tags operations to run again in the backward pass; the number tells one checkpointed call from the next."""
+    """Tag operations that run again in the backward pass, by number of the checkpointed call."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Run a compiler's graph on fake tensors: only tensors that compiled code stores count as memory.
+"""Run a compiler's graph on fake tensors; only stored tensors of compiled code take memory.
 
 torch's compiler fuses element-wise operations, reductions and copies into kernels. A result inside a kernel takes no memory. A result is
 stored if another kernel needs it: matrix products, attention and other library calls read stored tensors only.
@@ -90,10 +90,10 @@ _CREATED = frozenset(
 
 
 class FusedGraph:
-    """A graph of torch's operations, run one by one; the recorder sees what compiled code would allocate.
+    """Run a graph's operations one by one; the recorder sees the memory of compiled code.
 
-    A fused operation runs unseen. Its result is noted where the compiler stores it. A stored result takes over the memory of an input of
-    the same size that ends there, as the compiler's buffers do. An operation that is not fused runs in front of the recorder.
+    The recorder does not see a fused operation. Its result is noted where the compiler stores it. A stored result reuses the memory of an
+    input of the same size whose life ends there, as the compiler's buffers do. The recorder sees each operation that is not fused.
 
     Args:
         module: The graph, with decomposed operations.
@@ -116,7 +116,7 @@ class FusedGraph:
         return _name(node) in _REDUCTIONS or self._is_read(node)
 
     def _is_read(self, node: fx.Node) -> bool:
-        """Return whether the output, or an operation that is not fused, reads the result or a view of it."""
+        """Return whether the output or an unfused operation reads the result or a view of it."""
         return any(user not in self._fused or (_is_view(user) and self._is_read(user)) for user in node.users)
 
     def _last_uses(self) -> list[list[fx.Node]]:

@@ -81,7 +81,7 @@ class TrialRuns:
         return comparison
 
     def rounding(self, lowest: torch.dtype) -> float:
-        """Return how far one rounding step of the parameters moves the whole gradient, in tolerances.
+        """Return the change of the gradient by one rounding step of the parameters, in tolerances.
 
         Args:
             lowest: The 16-bit format of the runs.

@@ -1,4 +1,4 @@
-"""Format of a user's labelled files: the columns to read, the encoding, and the settings that name them."""
+"""Format of a user's labelled files: columns, encoding, and the names of these settings."""
 
 import codecs
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,10 @@ Column = str | int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a user writes the settings of a format, for messages: overrides of a run, or flags of a command."""
+    """The way a user writes the settings of a format: run overrides or command flags.
+
+    Messages use it.
+    """
 
     text: str = "data.text_column="
     label: str = "data.label_column="

@@ -129,7 +129,7 @@ def _keys(given: FileFormat) -> tuple[str, str]:
 
 
 def _proposed(missing: dict[str, str], names: list[str], *, taken: set[Column]) -> Iterator[str]:
-    """Yield a setting for each missing column: the name most like it, else the first that is free."""
+    """Yield a setting for each missing column: its most similar name, else the first free one."""
     free = [name for name in names if name and name not in taken]
     for column, key in missing.items():
         near = difflib.get_close_matches(column.lower(), [name.lower() for name in free], n=1)

@@ -52,7 +52,7 @@ def load_bpe_codes(folder: Path) -> Tokenizer:
 
 
 def write_bpe_codes(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
-    """Write the files of a tokenizer from `load_bpe_codes`, for transformers and for `load_bpe_codes`."""
+    """Write a tokenizer of `load_bpe_codes` as files for transformers and `load_bpe_codes`."""
     ids = tokenizer.get_vocab()
     mask = ids["<mask>"]
     own = sorted((number, piece) for piece, number in ids.items() if len(_FIRST) <= number < mask)
