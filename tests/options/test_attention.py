@@ -1,4 +1,4 @@
-"""Attention in chunks as an option: models train alike, it is planned, and undone after the fit."""
+"""Attention in chunks as an option: equal training, planned, undone after the fit."""
 
 import logging
 from functools import partial

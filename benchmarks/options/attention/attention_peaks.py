@@ -1,4 +1,4 @@
-"""Predicted and counted peaks of training with attention on a simulated Mac, over sizes and models.
+"""Predicted and counted peaks of attention on a simulated Mac, by size and model.
 
 Each run trains three steps of a small model on the simulated machine m2-16gb, whose allocator is that of the installed torch. The ratio of the
 predicted to the counted peak is recorded. Nothing runs on a Mac.

@@ -1,4 +1,4 @@
-"""Steps and plans of a language model on a simulated Mac, with torch's attention and in chunks.
+"""Steps and plans of a language model on a simulated Mac, with and without chunks.
 
 `steps` and `plans` have the shape of Qwen2.5-0.5B (24 layers, 14 heads) with LoRA and weights on the meta device, in rows of 2,048 tokens on
 the simulated machine m2-16gb in bf16-mixed. `steps` predicts a step of 1 row; `plans` is the choice for a batch of 8 rows. `runs` trains a small
@@ -73,7 +73,7 @@ def planned(*, attention: str, budget: int) -> dict[str, Any]:
 
 
 class Small(CausalLM):
-    """The same kind of model, small enough to train on a CPU; it keeps the plan of its last step."""
+    """The same kind of model, small enough for a CPU; it keeps the plan of its last step."""
 
     def __init__(self) -> None:
         L.LightningModule.__init__(self)

@@ -1,4 +1,4 @@
-"""Speed, peak and predicted peak of compiled modules under a budget, beside a bare compiled loop.
+"""Speed, peak and predicted peak of compiled modules in a budget, beside a bare loop.
 
 Two networks train on batches of 32 x 1,024 tokens in bfloat16 autocast: GearHead-118M, and a GPT of 124 million parameters that knows
 nothing of this package. Each cell is a process of its own. The bare cell of a network measures a compiled loop without Lightning; its

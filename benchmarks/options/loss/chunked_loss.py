@@ -1,4 +1,4 @@
-"""Time and memory of the chunked loss on a GPU: torch's operators, fused kernels, and all logits at once.
+"""Time and memory of the chunked loss on a GPU: torch's operators, fused, all logits.
 
 One forward and backward pass of a mean loss in bfloat16 autocast, for three vocabularies and several chunk sizes. Peaks are those of the
 caching allocator, above the operands.

@@ -68,7 +68,7 @@ def plan_on_machine(*, lora: bool, length: int, budget: int, **options: Any) -> 
 
 
 def figures(found: Plan) -> dict[str, Any]:
-    """Return a plan's reserved GiB (2**30 bytes), its seconds a step, and the reason of its micro-batch size."""
+    """Return a plan's reserved GiB (2**30 bytes), seconds a step, and reason of its size."""
     prediction = found.prediction
     return {
         "GiB": None if prediction is None else round(prediction.reserved_bytes / 2**30, 2),

@@ -1,4 +1,4 @@
-"""Time and memory of a chunked loss in a Hugging Face model with a large vocabulary, on a GPU.
+"""Time and memory of a chunked loss on a GPU, in a model with a large vocabulary.
 
 The model and batch are those of `large_vocabulary.py` in bfloat16 autocast, trained by AdamW (fused), for several chunks. The batch runs
 whole. `predicted MiB` is the peak of a dry run of the same step.

@@ -1,4 +1,4 @@
-"""Inject GPU faults that raise nothing into simulated Macs, and measure the cost of looking for them.
+"""Inject silent GPU faults into simulated Macs, and measure the cost of detection.
 
     python -m benchmarks.recovery.gpu.faults [--runs 100] [--clean 10000] [--steps 400]
 
@@ -122,7 +122,7 @@ class Smaller(L.Callback):
 
 
 def simulated(**options: Any) -> UnifiedStrategy:
-    """Return the strategy of a simulated Mac, without predictions and checks, which take longest."""
+    """Return the strategy of a simulated Mac, without the slow predictions and checks."""
     return UnifiedStrategy(**{"simulate": MACHINE, "predict": False, "check_split": False, **options})
 
 
@@ -201,7 +201,7 @@ def _judged(folder: Path, case: tuple[str, int]) -> dict[str, Any]:
 
 
 def saved_as_undisturbed(folder: Path, seed: int, strikes: Strikes, saved: Path) -> bool:
-    """Return whether the saved file holds the weights of an undisturbed run up to the faulty batch."""
+    """Return whether the saved file has an undisturbed run's weights before the faulty batch."""
     if not saved.exists():
         return False
     held = torch.load(saved, weights_only=False)
@@ -249,7 +249,7 @@ def renewed(folder: Path, steps: int, path: Path) -> int:
 
 
 def main() -> int:
-    """Run everything, print tables and write the record; the exit code says whether a bar was missed."""
+    """Run everything, print tables, write the record; return 1 if a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100, help="faulty runs of each kind")
     parser.add_argument("--clean", type=int, default=10_000, help="steps without a fault")

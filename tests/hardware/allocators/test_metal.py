@@ -1,4 +1,4 @@
-"""MPS's allocator since torch 2.14 against its source: cases worked out by hand, and random events."""
+"""MPS's allocator since torch 2.14 against its source: computed cases, and random events."""
 
 import pytest
 from hypothesis import given, settings

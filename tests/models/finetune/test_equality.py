@@ -1,4 +1,7 @@
-"""Loss and gradients are those of a plain loop with transformers and peft, one conversation at a time."""
+"""Loss and gradients equal those of a plain loop over single conversations.
+
+The loop uses transformers and peft.
+"""
 
 import pytest
 import torch

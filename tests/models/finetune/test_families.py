@@ -1,4 +1,4 @@
-"""Families that scale, cap or cast their logits have the gradients of a plain loop of transformers."""
+"""Families that scale, cap or cast logits have the gradients of a plain loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A fine-tuned model in use: answers, evaluation beside its base, and files that other libraries read."""
+"""Use of a fine-tuned model: answers, evaluation beside its base, files for other libraries."""
 
 import json
 import math
@@ -32,7 +32,7 @@ COUNTS = {"batch_size": 3, "samples": 2, "max_new_tokens": 5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a base model, conversations, and checkpoints of three kinds of training."""
+    """Return a folder with a base model, conversations, and checkpoints of three trainings."""
     path = tmp_path_factory.mktemp("finetune")
     torch.manual_seed(5)
     build_language_model(TINY).save_pretrained(path / "model")

@@ -1,4 +1,4 @@
-"""Batches of unusual structure are split between samples, and a module that is not split runs whole."""
+"""Batches of unusual structure are split between samples; an unsplit module runs whole."""
 
 import lightning as L
 import pytest

@@ -1,4 +1,4 @@
-"""A plain loop with transformers and peft, one conversation at a time, and fits that are compared with it.
+"""A plain loop of transformers and peft over single conversations, and fits to compare.
 
 The loop sums each conversation's token losses and divides by the scored tokens of the whole batch.
 """
@@ -23,7 +23,7 @@ KINDS = {"lora": {"lora_rank": 4}, "dora": {"lora_rank": 4, "dora": True}, "full
 
 
 class NoFloat32(TorchFunctionMode):
-    """Casts to float64 where a model casts to float32, for comparisons up to the rounding of float64."""
+    """Cast to float64 where a model casts to float32, to compare up to float64's rounding."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = torch.Tensor.double if func is torch.Tensor.float else func

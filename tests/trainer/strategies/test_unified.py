@@ -34,7 +34,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def lightning_strategies(monkeypatch):
-    """The name of Lightning's strategies, which are imported anew during the test; ours are not among them yet."""
+    """The names of Lightning's strategies, imported anew during the test, without ours."""
     name = "lightning.pytorch.strategies"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("lightning.pytorch.strategies", sys)  # restored afterwards; the import sets it

@@ -1,4 +1,4 @@
-"""Compiled modules are split, checkpointed, recovered, evaluated, saved and resumed as plain ones."""
+"""Compiled modules are split, checkpointed, recovered, evaluated and saved as plain ones."""
 
 from functools import partial
 
