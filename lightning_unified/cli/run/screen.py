@@ -155,9 +155,9 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Text:
     return Text("\n").join(lines)
 
 
-def _shortened(text: str, *, column: int = 9) -> str:
-    most = max(30, _CONSOLE.width - column)
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _shortened(text: str) -> str:
+    width = max(30, _CONSOLE.width - 9)  # beside the column of names
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _show(*parts: Text) -> None:

@@ -161,11 +161,10 @@ class LabelData(ResumableData):
         """Lengths to which batches are padded, ascending."""
         return self._prepared.lengths
 
-    def tokens_per_epoch(self, *, epoch: int = 0, pad_to: int | None = None) -> int:
-        """Return the tokens of a training epoch, padding included.
+    def tokens_per_epoch(self, *, pad_to: int | None = None) -> int:
+        """Return the tokens of the first training epoch, padding included; others differ slightly.
 
         Args:
-            epoch: Number of the epoch; epochs differ slightly, since their batches do.
             pad_to: Length to which every batch is padded; None for the real lengths.
         """
         rows = self._prepared.train
@@ -173,7 +172,7 @@ class LabelData(ResumableData):
             rows.bucket_of,
             batch_size=self.batch_size,
             seed=self.options.seed,
-            epoch=epoch,
+            epoch=0,
             shuffle=True,
             drop_last=self.options.drop_last and len(rows) >= self.batch_size,
         )
