@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TextData"]
 
+SHOWS_ITS_LINES = True  # as in lightning_unified.models
+
 
 def __getattr__(name: str) -> Any:
     if name == "TextData":

@@ -24,3 +24,7 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
         return getattr(import_module(f"{package}.{homes[name]}"), name)
 
     return get
+
+
+SHOWS_ITS_LINES = True
+"""Reports name lines of this package like a user's own, when they say where memory was taken."""

@@ -4,8 +4,9 @@ Every storage that an operation makes on the CPU counts as the device's until it
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,9 @@ class KernelMemory(Protocol):
         ...
 
 
+_LIBRARIES = (__name__.partition(".")[0], "torch", "lightning")
+
+
 class LiveTensors(TorchDispatchMode):
     """Place every storage made on the CPU in a simulated allocator, which may raise.
 
@@ -70,6 +74,7 @@ class LiveTensors(TorchDispatchMode):
         kernels: The memory inside the device's kernels; None counts none.
 
     Attributes:
+        peak_place: Operation that led to the allocator's peak, and the line that called it.
         elsewhere: Types of real devices used meanwhile; tensors there do not count.
     """
 
@@ -81,6 +86,7 @@ class LiveTensors(TorchDispatchMode):
         self._process = os.getpid()
         self._blocks = StorageBlocks(allocator)
         self._makes: dict[Any, bool] = {}
+        self.peak_place = "tensors made before the first operation"
         self.elsewhere: set[str] = set()
 
     @override
@@ -102,7 +108,10 @@ class LiveTensors(TorchDispatchMode):
         if makes is None:
             makes = self._makes[func] = _makes_storages(func)
         if makes:
+            peak = self._allocator.peak
             self._count_call(func, args, kwargs, result, inputs)
+            if self._allocator.peak > peak:
+                self.peak_place = _place(func)
         return result
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -171,6 +180,27 @@ class LiveTensors(TorchDispatchMode):
 
 def _own_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _place(func: Any) -> str:
+    """Return an operation, the backward it runs in, and the innermost line of the user's code."""
+    node = torch._C._current_autograd_node()
+    name = f"{func}" if node is None else f"{func} in the backward of {node.name().removesuffix('Backward0')}"
+    frame = sys._getframe(1)
+    while frame is not None and _is_library(str(frame.f_globals.get("__name__", ""))):
+        frame = frame.f_back
+    return name if frame is None else f"{name}, {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+@cache
+def _is_library(module: str) -> bool:
+    """Return whether a module's lines are hidden.
+
+    A package that says `SHOWS_ITS_LINES` is treated like a user's.
+    """
+    top, _, rest = module.partition(".")
+    package = sys.modules.get(f"{top}.{rest.partition('.')[0]}")
+    return top in _LIBRARIES and not getattr(package, "SHOWS_ITS_LINES", False)
 
 
 def _makes_storages(func: Any) -> bool:

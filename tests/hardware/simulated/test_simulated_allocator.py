@@ -1,5 +1,7 @@
 """A simulated allocator counts, rounds and raises as its backend does."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -168,6 +170,30 @@ def test_meta_and_fake_tensors_count_nothing(card):
         torch.empty(MIB, device="meta").exp()
 
     assert card.allocator.peak == 0
+
+
+def test_the_place_of_the_peak_names_the_operation_and_the_line(card):
+    with card.active() as live:
+        x = floats(MIB).requires_grad_()
+        x.sigmoid().sum().backward()
+
+    assert "aten.sigmoid_backward.default in the backward of Sigmoid" in live.peak_place
+    assert f"{__file__}:" in live.peak_place
+
+
+@pytest.mark.parametrize(
+    ("module", "is_named"),
+    [("lightning_unified.nn.linear_cross_entropy", False), ("lightning_unified.models.gearhead.network", True)],
+)
+def test_the_place_of_the_peak_is_a_models_line_not_an_operators(card, module, is_named):
+    importlib.import_module(module)
+    space = {"__name__": module}
+    exec(compile("def call(function, size):\n    return function(size)\n", "here.py", "exec"), space)
+
+    with card.active() as live:
+        space["call"](torch.empty, MIB)
+
+    assert ("here.py:2" if is_named else f"{__file__}:") in live.peak_place
 
 
 @pytest.mark.parametrize(
