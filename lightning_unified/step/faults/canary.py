@@ -26,7 +26,7 @@ class Canary:
     opposite fault, in which the marks survive and other work is lost, needs a buffer that fits between two marks. Only the runtime's
     message shows such a fault.
 
-    A value that depends on the results would not show more. Lost kernels leave in their outputs what the memory held before, which
+    A value that depends on the results would not show more. Lost kernels leave the earlier content of the memory in their outputs, which
     is most often finite and plausible; and a loss that is not finite may be the module's own.
 
     The count is never reset, because the reset could be lost with the marks.

@@ -19,7 +19,7 @@ _FAULT = re.compile(
     rb"|kIOGPUCommandBufferCallbackError\w+"
 )
 _CAUSE = re.compile(rb"[^\s(][^\n(]*\([0-9a-f]{8}:[^)\n]+\)")
-_LONGEST = 200  # bytes of a message that two reads may cut in two
+_LONGEST = 200  # bytes of a message that may arrive in two reads
 _DRAINED_S = 2.0
 
 # The forwarder: copies a file as it grows, until its standard input has something to read or is closed. It is a process of its
@@ -52,7 +52,7 @@ class StandardError:
     own standard error goes past the file, so that progress bars and prompts find their terminal; a stream that replaced it
     (pytest's capture, a notebook's) is left alone.
 
-    Programs that the run starts inherit the file. What one of them writes after `close` is lost.
+    Programs that the run starts inherit the file. Their output after `close` is lost.
 
     Raises:
         OSError: If standard error is closed, or the file or the process cannot be made.

@@ -56,13 +56,13 @@ class FaultWatch:
         self._wait()
 
     def note(self) -> None:
-        """Wait for the device, and remember for `found` what it lost since the last look."""
+        """Wait for the device, and record for `found` the work that it lost since the last look."""
         found, is_missing = self.look()
         if found is not None and self._noted is None:
             self._noted = found, is_missing
 
     def take_noted(self) -> tuple[str | None, bool]:
-        """Return what `note` remembered, as `look` returns it, and forget it."""
+        """Return the fault that `note` recorded, as `look` returns it, and forget it."""
         noted, self._noted = self._noted, None
         return noted or (None, False)
 
@@ -72,7 +72,7 @@ class FaultWatch:
         return self.look() if noted[0] is None else noted
 
     def look(self) -> tuple[str | None, bool]:
-        """Wait for the device, and return what it lost since the last look.
+        """Wait for the device, and return the work that it lost since the last look.
 
         One more mark goes ahead, into the command buffer that is still open.
 

@@ -162,7 +162,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             failures += 1
             kwargs[key] = attempt.undo()
             del attempt
-            self._make_way(reason, shape=shape, attempt=failures, batch=kwargs[key])
+            self._change_for_next_attempt(reason, shape=shape, attempt=failures, batch=kwargs[key])
         self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
@@ -171,8 +171,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the outputs and None, or None and the reason why the batch must be repeated."""
         return caught(run)
 
-    def _make_way(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
-        """Change what the next attempt needs, after failure number `attempt` of this batch."""
+    def _change_for_next_attempt(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
+        """Change the policy for the next attempt, after failure number `attempt` of this batch."""
         self._policy.out_of_memory(phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self, batch: Any) -> StepSnapshot:

@@ -20,7 +20,7 @@ def shorten_command_buffers(policy: MemoryPolicy, shape: BatchShape | None, *, p
         policy: The policy of the run.
         shape: The shape of the batch; None if it cannot be split.
         phase: `"optimizer step"` if weights were written and copied back; anything else is forward and backward.
-        found: What was lost, in words.
+        found: The lost work, in words.
     """
     policy.watch.release()
     sizes, sizing = policy.sizes, policy.sizing

@@ -201,7 +201,7 @@ def _failures_named(target: Path) -> Iterator[None]:
         elif cause is not None:
             advice = "check that the folder can be written, or choose another"
         else:
-            advice = "something in the checkpoint cannot be saved; the text before says what"
+            advice = "an object in the checkpoint cannot be saved; the text before names it"
         kept = "the earlier file of that name is untouched" if target.exists() else "no partial file was left"
         raise CheckpointError(
             f"could not write the checkpoint {target}: {cause or f'{type(error).__name__}: {error}'}; {kept}. {advice}."

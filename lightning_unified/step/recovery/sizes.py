@@ -60,7 +60,7 @@ class SizeEvidence:
         self._proven.append((elements, fits))
 
     def failed(self, failure: Failure) -> None:
-        """Record a size that does not fit, and drop what it contradicts or makes redundant."""
+        """Record a size that does not fit, and drop records that it contradicts or makes redundant."""
         elements, rows = failure.elements, failure.rows
         self._failures = [known for known in self._failures if known.elements < elements or known.rows < rows]
         self._failures.append(failure)

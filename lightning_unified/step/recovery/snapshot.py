@@ -101,7 +101,7 @@ class StepSnapshot:
     def undo(self) -> Any:
         """Restore everything after a failed attempt, and return the batch for the next one.
 
-        The watch forgets what it found, so that no freed object of the module stays alive.
+        The watch forgets its findings, so that no freed object of the module stays alive.
         """
         batch = self.restore()
         self._watch.forget()
