@@ -81,10 +81,10 @@ def _train(arguments: Sequence[str], *, config_path: str, program: str) -> int:
 
 
 def accept_lazy_help(container: Any = argparse._ActionsContainer) -> None:
-    """Let argparse of Python 3.14 accept help that is no text.
+    """Let argparse of Python 3.14 accept help objects that are not strings.
 
     It formats each help text when an option is added. Hydra 1.3 gives an object that becomes text when help is shown, and argparse
-    refuses it as "badly formed help string". To be removed with a release of Hydra that gives text.
+    refuses it as "badly formed help string". A release of Hydra that gives text makes this function superfluous.
     """
     check = getattr(container, "_check_help", None)  # Python 3.14 and later
     if check is None or getattr(check, "accepts_lazy_help", False):

@@ -22,7 +22,7 @@ PIECE = 4 * 2**20
 Judgement: large enough for a disk's full speed, small beside any weights.
 """
 
-# linux/mman.h: reclaim the pages without losing what was written to them; <sys/mman.h> of macOS: expected not to be read soon
+# linux/mman.h: reclaim the pages without losing writes; <sys/mman.h> of macOS: expected not to be read soon
 _ADVICE = {"linux": 21, "darwin": 4}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["RunFigures", "RunRecord", "RunStatus", "parse_record"]
 
-_RECENT = 30  # records: the last minute at two seconds each, and so many steps if they take longer
+_RECENT = 30  # records: the last minute at two seconds each; as many steps if they take longer
 
 log = logging.getLogger("lightning_unified")
 

@@ -1,8 +1,6 @@
 """Read checkpoints as plain data, without running code from the file.
 
-Check that they belong to a model.
-
-Sizes, weights and tokenizer of a checkpoint must be those of the model.
+The checks refuse a checkpoint whose sizes, weights or tokenizer are not those of the model.
 """
 
 import warnings
@@ -47,7 +45,7 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
     Args:
         path: The `.ckpt` file.
         model: Key of the model's own part of the checkpoint, as in `"compressor"`.
-        untrained: What an untrained model would do, for the message.
+        untrained: The behaviour of an untrained model, for the message.
 
     Raises:
         FileNotFoundError: If there is no such file.

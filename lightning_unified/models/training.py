@@ -1,7 +1,4 @@
-"""AdamW with a learning-rate schedule, and sums over a validation epoch.
-
-The models' training shares them.
-"""
+"""AdamW with a learning-rate schedule, and sums over a validation epoch, for all models."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -43,8 +43,8 @@ def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None =
         logit_bytes: Bytes of a logit where fused kernels compute the chunk; None where torch's operators do.
     """
     most = _CHUNK_BYTES // 4 if logit_bytes is None else _FUSED_CHUNK_BYTES // logit_bytes
-    at_once = max(16, min(8192, most // num_classes))
-    return max(1 << (at_once.bit_length() - 1), -(-rows // _MOST_CHUNKS))
+    fitting = max(16, min(8192, most // num_classes))
+    return max(1 << (fitting.bit_length() - 1), -(-rows // _MOST_CHUNKS))
 
 
 def linear_cross_entropy(
@@ -62,7 +62,7 @@ def linear_cross_entropy(
     Labels of -100 are not scored.
 
     With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if `chunk_rows` is None or
-    `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of what is trained of `weight` (in
+    `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of the trained ones of `weight` and `bias` (in
     fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this layer, and no such tensor
     lives between the passes, while the rest of the network runs.
 
@@ -82,7 +82,7 @@ def linear_cross_entropy(
         reduction: "sum" over the scored labels, their "mean" (NaN when none is scored, as in torch), or "none": a loss for each
             label, 0 where it is not scored, for callers that weight them.
         chunk_rows: Rows of a chunk; by default `chunk_rows_for(V, rows=...)`.
-        transform: What the model does with the layer's output of a chunk (N, V), for example a soft cap; None for nothing. It treats each
+        transform: The model's function of the layer's output of a chunk (N, V), for example a soft cap; None for nothing. It treats each
             row by itself, and no gradient flows to other tensors in it.
 
     Returns:
@@ -101,7 +101,7 @@ def linear_cross_entropy(
     else:
         rows = chunk_rows
     is_reduced, only_hidden = reduction != "none", trains_only_hidden(flat, weight, bias)
-    at_once = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
+    in_forward = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
     if _torch_does_it(flat) and transform is None and not fused and not only_hidden:
         summed = is_reduced and weight.nbytes <= _CHUNK_BYTES
         losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
@@ -109,7 +109,7 @@ def linear_cross_entropy(
         if fused:
             _refuse_unoffered(targets, weight.shape[0])
         chunks = Chunks(hidden=flat, weight=weight, bias=bias, labels=targets, rows=rows, dtype=dtype, kernels=kernels)
-        losses = summed_loss(chunks) if at_once else losses_of_rows(chunks)
+        losses = summed_loss(chunks) if in_forward else losses_of_rows(chunks)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()

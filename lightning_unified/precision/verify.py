@@ -2,7 +2,7 @@
 
 The plugin must do what its name says and suit the optimizers.
 
-What would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
+A plugin that would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
 about.
 """
 

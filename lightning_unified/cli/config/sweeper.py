@@ -49,7 +49,7 @@ class OptunaSweeper(Sweeper):
         self._trials, self._at_once, self._seed, self._study = n_trials, max(n_jobs, 1), seed, study
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        """Keep what `sweep` needs, as Hydra asks of a sweeper."""
+        """Keep the objects that `sweep` needs; Hydra calls this on each sweeper."""
         self.hydra_context, self.config, self._context, self._config = hydra_context, config, hydra_context, config
         self._launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 

@@ -1,4 +1,4 @@
-"""What a resumed run directory may make this program do: nothing but train.
+"""Refuse a resumed run directory that would make this program do more than train.
 
 A run directory may come from another person. Its files choose classes and paths, so each is checked before it is used:
 

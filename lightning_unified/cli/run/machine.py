@@ -205,6 +205,6 @@ def _check_precision(config: DictConfig) -> None:
     said, asked = config.trainer.precision, config.memory.precision
     if said is not None and asked != "trainer" and full_name(said) != full_name(asked):
         raise ConfigurationError(
-            f"trainer.precision={said} beside hardware.precision={asked}: the second one decides what runs. Give "
+            f"trainer.precision={said} beside hardware.precision={asked}: the second one decides. Give "
             f"hardware.precision={full_name(said)} alone."
         )

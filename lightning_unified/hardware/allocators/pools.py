@@ -82,7 +82,7 @@ class Pools(Protocol):
 
     @property
     def reserved(self) -> int:
-        """What the pools hold of the device, in use or not."""
+        """Bytes of the device that the pools hold, in use or not."""
         ...
 
     def rounded(self, size: int) -> int:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None, *, sources: Sources | None = No
         sys.stderr.write(f"no build of torch fits this machine: {choice.reason}{way_out}\n")
         return 2
     sys.stderr.write(f"torch's build: {build} ({choice.reason if asked.build == 'auto' else 'as asked'})\n")
-    # requirements.lock brings what the CPU build needs, so its index is asked for nothing else.
+    # requirements.lock holds all packages that the CPU build needs, so its index serves torch only.
     print(*pip_arguments(build, asked.release, platform=machine.platform), *(["--no-deps"] if build == "cpu" else []))
     return 0
 

@@ -27,7 +27,7 @@ def read_mps(sources: Sources, index: int | None = None) -> Reading:
 
     Source:
         `getDeviceStats` in the macOS wheels of torch 2.13.0 and 2.14.1: allocated and reserved bytes with their peaks, nothing
-        else. Until 2.13 a reused buffer counts whole; since 2.14 it is cut to the request, up to a rest below 1 MiB.
+        else. Until 2.13 a reused buffer counts whole; since 2.14 it is split at the request; a rest below 1 MiB stays with it.
     """
     del index
     ensure_pair(sources)

@@ -21,7 +21,7 @@ class Abort:
         after: Operations before it, counted from the call of `CommandQueue.abort`.
         operations: Operations in it. It ends earlier at `CommandQueue.wait`. A number that is read (`item()`) does not end it, because
             all tensors are the CPU's here: an optimizer's step counts are read, too, and are the host's on a Mac.
-        leaves: What its results hold: the memory's earlier contents (finite numbers, drawn at random), or `"nan"`.
+        leaves: The content of its results: the memory's earlier contents (finite numbers, drawn at random), or `"nan"`.
         says: Whether the runtime prints its message when the host waits next.
         spares_integers: Whether operations on integers lie in other command buffers, and so do the marks of the canary.
     """
@@ -57,7 +57,7 @@ class CommandQueue:
         self._aborts.append((begin, begin + abort.operations, abort))
 
     def execute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation, or what an aborted one leaves."""
+        """Return the result of an operation, or the content that an aborted one leaves."""
         if not self._aborts:
             return func(*args, **kwargs)
         place, self._run = self._run, self._run + 1
@@ -81,7 +81,7 @@ class CommandQueue:
         return said
 
     def close(self) -> None:
-        """Forget what is still to come."""
+        """Forget all aborts that are still to come."""
         self._aborts, self._said = [], None
 
     def _contents(self, abort: Abort) -> "Callable[[Tensor], None]":

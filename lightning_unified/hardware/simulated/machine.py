@@ -39,7 +39,7 @@ class SimulatedMachine:
     Attributes:
         profile: The machine's profile.
         allocator: Allocator of its device.
-        command_queue: Runs the device's operations, and aborts those that it is told to.
+        command_queue: Runs the device's operations, and aborts those that an `Abort` names.
         sources: Sources of all its figures.
 
     Raises:

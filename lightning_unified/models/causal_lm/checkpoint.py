@@ -68,7 +68,7 @@ def load_trained(kind: type[_Module], path: str | Path, *, model: str, untrained
         kind: The module's class; its arguments are the checkpoint's hyperparameters.
         path: The `.ckpt` file.
         model: Key of the model's own part of the checkpoint.
-        untrained: What an untrained model would do, for the message.
+        untrained: The behaviour of an untrained model, for the message.
         device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU.
 
     Raises:

@@ -141,7 +141,7 @@ class Looking(TorchDispatchMode):
         if "c10d" in func.namespace:
             return f"{name} communicates with other processes"
         if _saves_elsewhere():
-            return "what it saves for the backward pass is recomputed, moved or packed"
+            return "tensors saved for the backward pass are recomputed, moved or packed"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         goes_to = kwargs.get("device")
         if any(one.device != self._device for one in tensors) or (
@@ -159,7 +159,7 @@ class Looking(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstCall:
-    """What an eager call of a new shape showed.
+    """Findings of an eager call of a new shape.
 
     Attributes:
         result: The network's result.

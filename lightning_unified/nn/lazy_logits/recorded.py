@@ -51,7 +51,7 @@ class LinearLogits:
 def recorded_logits(head: nn.Linear, run: Callable[[], Any]) -> LinearLogits:
     """Run a model whose head computes no logits, and return how it computes them.
 
-    In the meantime the head returns lazy logits, which record what the model does with them. The rest of the model runs as usual.
+    In the meantime the head returns lazy logits, which record the model's operations on them. The rest of the model runs as usual.
 
     Args:
         head: The output head.

@@ -138,7 +138,7 @@ class DryRun:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise DryRunError(
-                f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
+                f"{name} cannot be run without values ({type(error).__name__}: {reason}); its memory must be measured on the device."
             ) from error
         finally:
             noted.restore()

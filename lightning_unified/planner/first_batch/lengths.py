@@ -20,7 +20,7 @@ _STEPS = 32  # judgement: planned lengths between a power of two and the next; a
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the traces hold for: memory options, and the parameters that get gradients."""
+    """The conditions of the traces: memory options, and the parameters that get gradients."""
 
     recompute: Any
     loss_chunk: Any

@@ -149,12 +149,12 @@ class _Pool:
         self._free, self._cached = Freed(), Freed()
 
     def reuse(self, size: int) -> _Range | None:
-        """Return a range of `size` from the free ones: whole, cut from a larger one, or joined."""
+        """Return a range of `size` from the free ones: whole, split from a larger one, or joined."""
         found = self._cached.smallest(size)
         if found is None or found.size - size >= self._least:
             found = self._free.smallest(size)
         range_ = self._join(size) if found is None else cast("_Range", found)
-        return None if range_ is None else self._cut(range_, size)
+        return None if range_ is None else self._split_off(range_, size)
 
     def open(self, heap: _Heap, size: int, *, at: int) -> _Range:
         """Return a range of `size` from a new heap at the address `at`."""
@@ -163,7 +163,7 @@ class _Pool:
         heap.ranges.append(whole)
         heap.room = 0
         self._add(whole)
-        return self._cut(whole, size)
+        return self._split_off(whole, size)
 
     def give_back(self, range_: _Range) -> None:
         """Make a live range free; its buffer stays on it."""
@@ -185,7 +185,7 @@ class _Pool:
             closed += heap.size
         return closed
 
-    def _cut(self, range_: _Range, size: int) -> _Range:
+    def _split_off(self, range_: _Range, size: int) -> _Range:
         """Take a free range for a block of `size`.
 
         The remainder stays free, unless it is too small.

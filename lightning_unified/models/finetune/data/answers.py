@@ -1,7 +1,7 @@
 """Token ids of an example, and which of them the loss scores.
 
 Answers are found in one of two ways. A template with `{% generation %}` marks says where they are. For any other template, the tokens of the
-conversation up to an answer must begin the tokens of the whole conversation; the answer is what follows. Where they do not, as with
+conversation up to an answer must begin the tokens of the whole conversation; the answer is the text after it. Where they do not, as with
 templates that shorten earlier turns, the example is refused.
 """
 
@@ -127,7 +127,7 @@ class AnswerMask:
             asked = self._chat.prompt(turns[:place])
             if ids[: len(asked)] != asked:
                 raise ValueError(self._differs(place, "up to it"))
-            # what follows the last turn belongs to no other
+            # text after the last turn belongs to that turn
             through = len(ids)
             if place + 1 < len(turns):
                 whole = self._chat.encode(self._chat.render(turns[: place + 1], is_prompt=False))

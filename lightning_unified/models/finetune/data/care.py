@@ -19,7 +19,7 @@ _NAMED = 3  # examples in a message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sides:
-    """The two sides of a split, and what was left out.
+    """The two sides of a split, and the examples left out.
 
     Attributes:
         train: Training examples.
@@ -100,7 +100,7 @@ def fitted(
         examples: The examples.
         encode: Returns an example's tokens.
         length: The most tokens of a row, 2 or more.
-        too_long: What to do with a longer conversation: "refuse", "drop" it, or "truncate" it at the end.
+        too_long: Treatment of a longer conversation: "refuse", "drop" it, or "truncate" it at the end.
 
     Raises:
         ValueError: If `too_long` is "refuse" and an example is longer; the message names the longest with file and line.

@@ -60,7 +60,7 @@ class FinetuneData(ResumableData):
         prompts: How a prompt and its completion are written: "auto", "chat" or "text", see `answers.AnswerMask`.
         packing: Whether a row holds several examples, which do not attend to each other; else each row is one example and padded.
         sequence_length: The most tokens of a row.
-        too_long: What to do with a longer conversation: "refuse", "drop" or "truncate". Plain texts are divided.
+        too_long: Treatment of a longer conversation: "refuse", "drop" or "truncate". Plain texts are divided.
         batch_size: Rows of a batch over all ranks: the effective batch.
         val_batch_size: Rows of a validation batch; None for `batch_size`.
         val_fraction: Share of the conversations, and of the bytes of plain text, for validation.

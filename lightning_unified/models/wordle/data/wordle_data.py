@@ -184,7 +184,7 @@ class WordleData(ResumableData):
         )
 
     def _of_own_prompts(self) -> str:
-        """Return what to know about the prompts of a file, in words."""
+        """Return facts about the prompts of a file, in words."""
         prepared = self._prepared
         if self.hparams["prompts"] is None:
             return ""
