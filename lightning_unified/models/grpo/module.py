@@ -29,7 +29,7 @@ from lightning_unified.models.causal_lm.language_model import score
 from lightning_unified.models.causal_lm.supervised import SupervisedLanguageModel
 from lightning_unified.models.grpo.batches.collector import RolloutCollector, largest_batch
 from lightning_unified.models.grpo.batches.rollouts import rewards_of
-from lightning_unified.models.grpo.completion_loss import completion_loss
+from lightning_unified.models.grpo.completion_loss import SHARES, completion_loss
 from lightning_unified.models.grpo.objective import Objective
 from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
@@ -86,6 +86,7 @@ class GRPO(SamplingModule, SupervisedLanguageModel):
     """
 
     loss_name: ClassVar[str] = "train/sft_loss"  # of the supervised phase
+    shares: ClassVar[tuple[str, ...]] = ("train/loss", *SHARES)
 
     def __init__(
         self,

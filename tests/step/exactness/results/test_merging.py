@@ -153,6 +153,23 @@ def test_a_mean_over_terms_and_one_over_rows_are_told_apart():
     assert fitting(values, torch.tensor(25 / 8), BY_TERMS, tolerance=1e-6) == {"mean of rows"}
 
 
+@pytest.mark.parametrize("made", [float, torch.tensor, np.float64, lambda value: np.array([value])])
+@pytest.mark.parametrize("rule", ["sum", "mean", "mean of rows"])
+def test_rounding_is_relative_to_summands_that_cancel(made, rule):
+    weights = {"sum": [1.0, 1.0, 1.0], "mean": [4 / 9, 2 / 9, 3 / 9], "mean of rows": [1 / 8, 2 / 8, 5 / 8]}[rule]
+    shares = [0.001875, -0.00046875, -0.00140625]
+    values = [made(share / weight) for share, weight in zip(shares, weights, strict=True)]
+
+    assert fitting(values, made(7e-10), BY_TERMS, tolerance=1e-4) == {rule}
+    assert fitting(values, made(7e-7), BY_TERMS, tolerance=1e-4) == set()
+
+
+def test_small_numbers_are_no_rounding():
+    values = [3e-6, 1e-6, 5e-6]
+
+    assert fitting(values, 9e-6, BY_TERMS, tolerance=1e-4) == {"sum"}
+
+
 def hits(scores, labels):
     return ((scores > 0.5) == (labels > 0)).sum()
 
