@@ -95,7 +95,7 @@ class UndoError(RunError):
 
 
 class RankError(RunError):
-    """Another rank failed, ended, or is at another point of the run; this rank cannot continue."""
+    """Another rank failed, is gone, or is at another point of the run, so this rank cannot continue."""
 
 
 class HostFrozenError(RunError):

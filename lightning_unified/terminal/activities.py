@@ -86,5 +86,5 @@ def _show(line: _Line, over: threading.Event) -> None:
 
 
 def _is_first_process() -> bool:
-    """Return whether this is the first process of a run, by the variables of launchers."""
+    """Return whether this is the first of a run's processes, by the variables that launchers set."""
     return all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))

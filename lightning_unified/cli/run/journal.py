@@ -106,7 +106,7 @@ class Journal(Callback):
 
 
 def _plan(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the plan so far; a failed run does not reach the end, where `plan.json` is written."""
+    """Return the plan so far. `plan.json` is written at the end, which a failed run does not reach."""
     plan = getattr(trainer.strategy, "plan", None)
     return None if plan is None else plan.to_dict()
 
