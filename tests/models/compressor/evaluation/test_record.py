@@ -22,7 +22,7 @@ def test_the_policy_is_ahead_of_what_needs_no_model_with_intervals_apart(reader)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_the_page_tells_what_the_record_says(reader):
+def test_the_page_states_the_recorded_figures(reader):
     lines = PAGE[PAGE.index(f"| {READERS[reader]} |") :].split("\n\n")[0].splitlines()[2:]
     stated = {
         re.sub(r"\W+", "_", name.strip(" *").lower()): cells for name, *cells in (x.split("|")[1:-1] for x in lines)

@@ -75,7 +75,7 @@ def test_a_replay_drops_what_an_eager_call_drops_from_the_same_seed():
     assert_same(net, plain)
 
 
-def test_training_goes_the_way_of_eager_training():
+def test_recorded_training_follows_eager_training():
     net = Net().cuda()
     plain = copy.deepcopy(net)
     RecordedCalls(net)

@@ -85,13 +85,13 @@ def test_a_function_gets_values_and_rows():
     assert merged(lambda values, rows: (values, rows), ["a", "b", "c"], BY_ROWS) == (["a", "b", "c"], SIZES)
 
 
-def test_a_part_without_terms_may_be_nan_in_a_mean():
+def test_a_micro_batch_without_terms_may_be_nan_in_a_mean():
     values = [torch.tensor(float("nan")), torch.tensor(2.0), torch.tensor(5.0)]
 
     assert float(merged("mean", values, MicroBatchWeights([1, 1, 1], [0.0, 1.0, 2.0]))) == 4.0
 
 
-def test_a_mean_without_any_terms_is_over_parts():
+def test_a_mean_without_any_terms_is_over_micro_batches():
     assert float(merged("mean", [torch.tensor(2.0), torch.tensor(4.0)], MicroBatchWeights([1, 3], [0.0, 0.0]))) == 3.0
 
 
@@ -225,7 +225,7 @@ def test_a_rule_that_was_refuted_does_not_come_back():
     assert table.unmergeable == {"v"}
 
 
-def test_values_of_another_kind_in_a_part_fit_nothing():
+def test_values_of_another_kind_in_a_micro_batch_fit_no_rule():
     assert fitting([1, 2.0], 3.0, MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=1e-6) == frozenset()
     assert (
         fitting([torch.ones(1), [1.0]], torch.ones(2), MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=0.0)

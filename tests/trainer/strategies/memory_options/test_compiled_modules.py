@@ -132,7 +132,7 @@ SLOW = [("blocks", "aot_eager"), ("whole", "aot_eager"), ("whole", "inductor"), 
     ("kind", "backend"),
     [("blocks", "eager"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_compiled_module_trains_as_a_plain_one_in_every_way(kind, backend, plain, tmp_path):
+def test_a_compiled_module_trains_as_a_plain_one(kind, backend, plain, tmp_path):
     first = compiled(kind, backend)
     given = [dict(vars(one)) for one in first.net.modules()]
     strategy = UnifiedStrategy(budget="4GiB", recompute=True)

@@ -91,7 +91,7 @@ def test_a_loss_over_pairs_that_gradients_give_away_is_recomputed_instead():
     assert trainer.strategy.micro_batch_size == 8
 
 
-def test_if_it_still_does_not_fit_the_refusal_to_cut_it_is_repeats():
+def test_if_it_still_does_not_fit_the_refusal_to_split_it_is_raised_again():
     with pytest.raises(SplitError, match="BatchNorm in train mode"):
         trained(Deep, 2, recompute="auto")
 
