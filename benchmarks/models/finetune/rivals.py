@@ -214,7 +214,7 @@ def _of_group(cell: str, runs: Sequence[dict[str, Any]], trainer: str) -> dict[s
 
 
 def budget_of(cell: str, runs: Sequence[dict[str, Any]], *, recompute: bool) -> int | None:
-    """Return a share of the peak of TRL's fastest run with equal checkpointing; None without one."""
+    """Return a share of the peak of TRL's fastest run with equal checkpointing, if any."""
     share = next(share for name, share in SHARES.items() if cell.rpartition("/")[2].startswith(name))
     rivals = [
         run

@@ -13,7 +13,10 @@ from lightning_unified.models.grpo.reference import Reference
 __all__ = ["SHARES", "completion_loss"]
 
 SHARES = ("train/entropy", "train/clipped", "train/sampling_gap", "train/kl")
-"""Names of the values to log. Each is a micro-batch's share of the batch's mean; rounding alone makes some of them."""
+"""Names of the values to log: a micro-batch's shares of the batch's means.
+
+Some of them consist of rounding only.
+"""
 
 
 def completion_loss(

@@ -14,7 +14,7 @@ __all__ = ["CompletionSampler", "Completions", "SamplingOptions", "draw"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions(Sampling):
-    """How completions of a batch of prompts are sampled: `Sampling` with a group for each prompt.
+    """Sampling of completions for a batch of prompts: `Sampling`, and a group size.
 
     Attributes:
         group_size: Completions of each prompt, G.

@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["Column", "FileFormat", "Settings"]
 
 Column = str | int
-"""A column by the name in the first line, or by its number from 0 in a table without a line of names."""
+"""A column: its name in the first line, or its number from 0 in a table without names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
