@@ -276,10 +276,8 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 def _sums(gradients: list[Tensor]) -> Tensor:
     """Return the sums, which show every NaN and Inf.
 
-    On a CPU torch 2.13 vectorises sums, and does not vectorise the infinity norm.
-
-    Where one is not finite, which costs nothing to look at there, the extremes tell which of the two the gradient holds, or
-    that only the sum overflows.
+    On a CPU torch 2.13 vectorises sums, and does not vectorise the infinity norm. Where one is not finite, which costs
+    nothing to look at there, the extremes tell which of the two the gradient holds, or that only the sum overflows.
     """
     sums = [gradient.sum() for gradient in gradients]
     finite = torch.stack(sums).isfinite().tolist()

@@ -72,10 +72,8 @@ def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
 def begin_epoch_after_resume(trainer: Trainer) -> None:
     """Begin the next epoch in full after a resume from an epoch's last batch.
 
-    Call it in `on_train_start`.
-
-    Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not called, the epoch is not counted as
-    begun, and a file written in it is resumed at the epoch's first batch.
+    Call it in `on_train_start`. Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not
+    called, the epoch is not counted as begun, and a file written in it is resumed at the epoch's first batch.
     """
     loop = trainer.fit_loop
     if (

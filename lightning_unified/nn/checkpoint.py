@@ -38,10 +38,8 @@ class RandomState(Protocol):
 def recompute(block: Callable[..., Any], *args: Any, random_state: RandomState | None = None, **kwargs: Any) -> Any:
     """Return `block(*args, **kwargs)` and save only its inputs.
 
-    The backward pass runs the block again.
-
-    Gradients, buffers and the state of the random generators afterwards equal those of `block(*args, **kwargs)` bit for
-    bit. Without gradients, the block is called directly.
+    The backward pass runs the block again. Gradients, buffers and the state of the random generators afterwards equal
+    those of `block(*args, **kwargs)` bit for bit. Without gradients, the block is called directly.
 
     Args:
         block: A module, or any callable that depends on its arguments only.

@@ -36,9 +36,8 @@ def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:
 def mark_rows(arguments: Iterable[Any]) -> None:
     """Tell the compiler that the number of rows changes.
 
-    This concerns all tensors with as many entries as the first one has.
-
-    A graph for a single row stays one of its own.
+    This concerns all tensors with as many entries as the first one has. A graph for a single row stays one of its
+    own.
     """
     tensors = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor) and leaf.dim()]
     rows = tensors[0].shape[0] if tensors else 1

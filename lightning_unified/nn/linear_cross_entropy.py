@@ -31,11 +31,10 @@ _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 h
 def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None = None) -> int:
     """Return the number of rows in a chunk, a power of two.
 
-    The logits of a chunk take at most 16 MiB in fp32, or 512 MiB with fused kernels.
-
-    torch's own choice depends on the shape of the batch and was up to several times slower on a CPU. A chunk has at least 16 rows,
-    since smaller matrix products are inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be
-    over 64 chunks: a batch that large has enough memory for it.
+    The logits of a chunk take at most 16 MiB in fp32, or 512 MiB with fused kernels. torch's own choice depends on the shape of
+    the batch and was up to several times slower on a CPU. A chunk has at least 16 rows, since smaller matrix products are
+    inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be over 64 chunks: a batch that
+    large has enough memory for it.
 
     Args:
         num_classes: Entries of a row of logits.
@@ -59,12 +58,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(transform(linear(hidden, weight, bias)), labels)`.
 
-    Labels of -100 are not scored.
-
-    With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if `chunk_rows` is None or
-    `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of the trained ones of `weight` and `bias` (in
-    fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this layer, and no such tensor
-    lives between the passes, while the rest of the network runs.
+    Labels of -100 are not scored. With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if
+    `chunk_rows` is None or `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of the trained
+    ones of `weight` and `bias` (in fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this
+    layer, and no such tensor lives between the passes, while the rest of the network runs.
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such

@@ -156,9 +156,7 @@ class AppliedOptions:
     def set_loss_chunk(self, rows: int | None, *, why: str) -> None:
         """Compute the module's loss in chunks of `rows` rows of logits.
 
-        None leaves the size to the module.
-
-        `rows` is one of `chunk_choices`; `why` is the reason, for people.
+        None leaves the size to the module. `rows` is one of `chunk_choices`; `why` is the reason, for people.
 
         Raises:
             ConfigurationError: If the module does not offer it.

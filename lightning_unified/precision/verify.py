@@ -1,9 +1,7 @@
 """Verify the precision of a run before the first step.
 
-The plugin must do what its name says and suit the optimizers.
-
-A plugin that would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
-about.
+The plugin must do what its name says and suit the optimizers. A plugin that would fail, or compute something else silently, raises.
+Effects of float16 that show no error and may be intended are warned about.
 """
 
 import warnings

@@ -1,9 +1,7 @@
 """Print pip's arguments for the build of torch that fits this machine.
 
-Run it with `python -m lightning_unified.hardware.environment`.
-
-Needs no installed package, so `make train` runs it before it installs torch. The arguments go to standard output, the reason to standard
-error.
+Run it with `python -m lightning_unified.hardware.environment`. Needs no installed package, so `make train` runs it before it installs
+torch. The arguments go to standard output, the reason to standard error.
 """
 
 import argparse

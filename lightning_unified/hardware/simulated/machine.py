@@ -123,9 +123,7 @@ class SimulatedMachine:
     ) -> "Iterator[LiveTensors]":
         """Count storages made inside the block, and `holding`, as the device's.
 
-        Run attention as it does.
-
-        Storages that survive the block keep counting until they die or `forget` is called.
+        Run attention as it does. Storages that survive the block keep counting until they die or `forget` is called.
 
         Args:
             holding: Tensors on the device when the block begins.

@@ -99,9 +99,8 @@ def adapt(
 ) -> None:
     """Freeze a causal language model, and add adapters to all linear layers but the head.
 
-    Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
-
-    See `pretrained.adapters.adapt_linear_layers` for the arguments and errors.
+    Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6. See
+    `pretrained.adapters.adapt_linear_layers` for the arguments and errors.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False

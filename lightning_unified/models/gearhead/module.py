@@ -28,11 +28,9 @@ __all__ = ["GearHead"]
 class GearHead(LightningModule):
     """A language model for equipment diagnostics.
 
-    The preset `gearhead-text` makes it one of plain text.
-
-    The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
-    the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
-    the micro-batches then add up to those of the whole batch.
+    The preset `gearhead-text` makes it one of plain text. The loss is the next token's cross-entropy plus `diagnosis_weight`
+    times that of the subsystem. Each is a sum divided by the whole batch's number of terms, which `prepare_batch` counts
+    before the batch is split. The losses and the gradients of the micro-batches then add up to those of the whole batch.
 
     `loss_chunk_rows` may be set at any time: the tokens of a chunk of the loss; None chooses.
 

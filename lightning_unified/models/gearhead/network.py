@@ -1,8 +1,7 @@
 """The GearHead network: a pre-norm decoder with learned positions and a tied head.
 
-It has an embedding of fault codes.
-
-Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
+It has an embedding of fault codes. Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V
+vocabulary, C diagnoses.
 """
 
 import math

@@ -32,9 +32,8 @@ def loss_sums(
 ) -> dict[str, Tensor]:
     """Return the scalars `loss`, `diagnosis_loss` and `right`.
 
-    The loss is summed over tokens, and `right` is the number of right diagnoses.
-
-    Without a diagnostic head, the last two are 0. `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
+    The loss is summed over tokens, and `right` is the number of right diagnoses. Without a diagnostic head, the last two are
+    0. `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
     """
     hidden = network(batch["input_ids"], batch.get("error_code_ids"))
     # The labels are shifted, not the vectors: a copy of (B, T) integers is cheap, one of (B, T, D) is not.

@@ -1,11 +1,9 @@
 """Saved attention output: a checkpointed block runs its attention kernels only once.
 
-Everything else in the block runs twice.
-
-Attention is the part of a block whose time grows with the square of the length. Its kernels (flash, memory-efficient, cuDNN) return
-little that must be saved: the output, and one number for each head and position. A kernel that does not run again draws no random
-numbers, so this module sets the generator to its state after the first run. Without that, all dropout after an attention with
-dropout would differ.
+Everything else in the block runs twice. Attention is the part of a block whose time grows with the square of the length. Its
+kernels (flash, memory-efficient, cuDNN) return little that must be saved: the output, and one number for each head and position. A
+kernel that does not run again draws no random numbers, so this module sets the generator to its state after the first run. Without
+that, all dropout after an attention with dropout would differ.
 """
 
 import threading

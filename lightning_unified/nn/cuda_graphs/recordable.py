@@ -215,10 +215,8 @@ def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 def reads_outside(outputs: Sequence[Tensor], *, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> str | None:
     """Return, in words, a tensor outside inputs and parameters on which the outputs depend.
 
-    The result is None without such a tensor.
-
-    A recording would silently leave out its gradient. The older form of torch's checkpointing, which cannot be recorded, is
-    found here too.
+    The result is None without such a tensor. A recording would silently leave out its gradient. The older form of torch's
+    checkpointing, which cannot be recorded, is found here too.
 
     Args:
         outputs: The outputs of an eager call, with their autograd graph.

@@ -32,9 +32,7 @@ class Step:
     def widens(self, products: torch.dtype) -> bool:
         """Return whether the step only casts half precision to float32.
 
-        Chunks are computed in float32 anyway.
-
-        `products` is the dtype of the head's output.
+        Chunks are computed in float32 anyway. `products` is the dtype of the head's output.
         """
         if products.itemsize > 2:
             return False

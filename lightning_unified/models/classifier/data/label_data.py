@@ -51,10 +51,9 @@ class _Prepared:
 class LabelData(ResumableData):
     """Labelled texts without copies, split by group.
 
-    A batch has `input_ids`, `attention_mask` and `labels`.
-
-    All results depend only on the arguments and the source; the global random state is never used. `duplicates` defines copies,
-    `label_split` the split, `LabelRows` a batch, `ResumableLoader` the loader.
+    A batch has `input_ids`, `attention_mask` and `labels`. All results depend only on the arguments and the source; the global
+    random state is never used. `duplicates` defines copies, `label_split` the split, `LabelRows` a batch, `ResumableLoader` the
+    loader.
 
     Args:
         source: One of `label_sources.SOURCES`.

@@ -111,9 +111,8 @@ def _held_out(
 ) -> tuple[list[LabelledText], list[LabelledText]]:
     """Return the remaining and the held-out texts.
 
-    Whole groups of each class are held out, up to the class's share.
-
-    A group belongs to the class of most of its texts. The choice of groups does not depend on the order of the texts.
+    Whole groups of each class are held out, up to the class's share. A group belongs to the class of most of its
+    texts. The choice of groups does not depend on the order of the texts.
     """
     members: dict[str, list[LabelledText]] = defaultdict(list)
     for text in texts:

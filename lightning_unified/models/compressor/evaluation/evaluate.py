@@ -79,10 +79,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate the policy and the baselines at every budget.
 
-    The result has 95 % intervals over documents and paired tests.
-
-    Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
-    mean over documents of each document's mean over terms.
+    The result has 95 % intervals over documents and paired tests. Each method keeps exactly `round(keep * n)` of a piece's n tokens,
+    and the subject's reconstructor restores the rest. A value is the mean over documents of each document's mean over terms.
 
     Args:
         subject: A trained compressor; in eval mode during the call, then restored.

@@ -71,9 +71,7 @@ def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_rea
 def with_separator(embeddings: Tensor, *, keep: Tensor, mask: Tensor, starts: Tensor, separator: Tensor) -> Layout:
     """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on].
 
-    The last token is left out.
-
-    The slot t of the original order predicts token t, from `starts` on.
+    The last token is left out. The slot t of the original order predicts token t, from `starts` on.
 
     Shapes:
         embeddings (B, T, D), keep (B, T) bool, mask (B, T) bool, starts (B) int64, separator (D).

@@ -32,9 +32,8 @@ def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
 def advantages(rewards: Tensor) -> Tensor:
     """Return each reward (B, K) minus the mean of the text's other K - 1.
 
-    This is the leave-one-out baseline, with K of 2 or more.
-
-    Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!", eq. 8.
+    This is the leave-one-out baseline, with K of 2 or more. Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE
+    Samples, Get a Baseline for Free!", eq. 8.
     """
     K = rewards.shape[1]
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))

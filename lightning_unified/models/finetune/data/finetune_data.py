@@ -45,10 +45,8 @@ class _Prepared:
 class FinetuneData(ResumableData):
     """Conversations, prompts with completions, and plain texts, in a model's own tokens.
 
-    Conversations use the model's template.
-
-    `rows.ExampleRows` describes the batches. All results depend only on the arguments and the files; the global random state is never
-    used.
+    Conversations use the model's template. `rows.ExampleRows` describes the batches. All results depend only on the arguments and the
+    files; the global random state is never used.
 
     Args:
         path: A `.jsonl`, `.txt` or `.md` file or a folder of them, see `examples`; None for questions about Python's functions.

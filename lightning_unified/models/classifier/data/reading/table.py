@@ -1,9 +1,8 @@
 """Rows of a delimited table, with columns by name or number.
 
-The reader finds the delimiter and refuses each malformed row by its line number.
-
-The delimiter is the one of comma, semicolon, tab and vertical bar under which the first line names the columns. Of a table without
-names, it is the one that gives the first rows equally many fields.
+The reader finds the delimiter and refuses each malformed row by its line number. The delimiter is the one of comma, semicolon, tab
+and vertical bar under which the first line names the columns. Of a table without names, it is the one that gives the first rows
+equally many fields.
 """
 
 import csv

@@ -1,10 +1,9 @@
 """Build a `tokenizers.Tokenizer` from `vocab.txt` and `bpe.codes`.
 
-BERTweet and PhoBERT store their tokenizers so.
-
-transformers has only slow ones of this kind. A word is divided by the merges of `bpe.codes`; a piece that does not end its word is
-written with `@@` in `vocab.txt`. A piece that `vocab.txt` lacks is unknown. The merges need such pieces nevertheless, so here they have
-ids from that of the token `BEYOND` on, and `TextEncoder` replaces those by the id of `<unk>`.
+BERTweet and PhoBERT store their tokenizers so. transformers has only slow ones of this kind. A word is divided by the merges of
+`bpe.codes`; a piece that does not end its word is written with `@@` in `vocab.txt`. A piece that `vocab.txt` lacks is unknown. The
+merges need such pieces nevertheless, so here they have ids from that of the token `BEYOND` on, and `TextEncoder` replaces those by the
+id of `<unk>`.
 """
 
 import json
