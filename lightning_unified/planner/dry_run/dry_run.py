@@ -183,7 +183,7 @@ class DryRun:
             length=fit.length,
             backend=spec.backend,
             reads=tuple(fit.world.answers.reads),
-            notes=("no weights were written in the step that was followed",) if unwritten else (),
+            notes=("no weights were written in the recorded step",) if unwritten else (),
             options={name: str(value) for name, value in options.items() if value is not None},
             attends=fit.attends,
         )

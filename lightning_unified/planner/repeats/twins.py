@@ -31,7 +31,7 @@ _HOOKS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Consecutive blocks that run alike, but perhaps for the first and the last.
+    """Consecutive blocks that run alike; the first and the last may differ.
 
     Attributes:
         first, end: The first block, and the one after the last.

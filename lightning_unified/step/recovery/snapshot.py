@@ -20,7 +20,7 @@ __all__ = ["HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
 
 
 class StateCopies:
-    """Hooks that run around copies of a step's state. These do nothing.
+    """Hooks that run around copies of a step's state; these do nothing.
 
     A training loop may override them: `StepSnapshot` calls those of the loop's attribute `state_copies` (`step.loop.fault_checked`).
     """
