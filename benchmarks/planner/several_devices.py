@@ -27,7 +27,7 @@ _SETTINGS = ((2, False), (2, True), (4, False), (4, True))
 
 
 def cells() -> Iterator[RankCell]:
-    """Yield each module sharded over 2 and 4 ranks with and without recomputation, and a few other cells."""
+    """Yield each module sharded over 2 and 4 ranks, and cells with other settings."""
     for name, (strategy, hold), (devices, recompute) in product(_MODULES, _SHARDED, _SETTINGS):
         yield RankCell(
             module=name,

@@ -226,7 +226,7 @@ def _with_reduction(trace: Trace, count: int) -> Trace:
 
 
 def _with_all_reduce(trace: Trace, *, ranks: int) -> Trace:
-    """Add the reduction of all gradients over the ranks, at the beginning of the optimizer phase.
+    """Add the reduction of all gradients over the ranks, before the update.
 
     It runs where the gradients lie, so it takes no memory but that of `_with_reduction`.
     """

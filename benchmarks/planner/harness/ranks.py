@@ -64,7 +64,10 @@ class RankCell:
 
 
 def measured(cell: RankCell) -> list[int]:
-    """Return the counted peak of each rank, from as many processes; each ends within five minutes."""
+    """Return the counted peak of each rank, from as many processes.
+
+    Each ends within five minutes.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

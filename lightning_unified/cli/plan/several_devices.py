@@ -1,4 +1,4 @@
-"""The devices of a planned run: their number and strategy, as the keys of the Trainer name them."""
+"""The devices of a planned run, as the keys of the Trainer name them."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ def _present(given: Any, backend: str) -> int:
 
 
 def _strategy(given: Any) -> str | None:
-    """Return the strategy for several devices that `trainer.strategy` names; None for one device.
+    """Return the strategy that `trainer.strategy` names; None for one device.
 
     Raises:
         ConfigurationError: If there is no strategy of that name.

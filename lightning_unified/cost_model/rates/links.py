@@ -1,4 +1,4 @@
-"""Published speeds of the links between devices, and the bytes that collective operations send over them.
+"""Published speeds of links between devices, and the bytes that collectives send.
 
 With the ring algorithm, a rank of N sends a share (N - 1) / N of a tensor in an all-gather or a reduce-scatter, and twice that in an
 all-reduce.
@@ -99,9 +99,9 @@ def tabled_link(backend: str, *, name: str = "") -> Link:
 
 
 def link_of(given: str | float, *, name: str = "link") -> Link:
-    """Return the link of a name or of a bandwidth in bytes a second, which counts as reachable in full.
+    """Return the link of a name or of a bandwidth in bytes a second.
 
-    Errors call the argument `name`.
+    A given bandwidth counts as reachable in full. Errors call the argument `name`.
 
     Raises:
         ConfigurationError: If there is no link of that name, or the bandwidth is not above 0.
@@ -120,7 +120,7 @@ def link_of(given: str | float, *, name: str = "link") -> Link:
 
 
 def gathered_bytes(whole: int, *, ranks: int) -> int:
-    """Return the bytes that each rank sends to gather, or to reduce and scatter, a tensor of `whole` bytes."""
+    """Return the bytes that each rank sends to gather, or to reduce and scatter, a tensor."""
     return whole * (ranks - 1) // ranks
 
 

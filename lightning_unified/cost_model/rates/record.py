@@ -54,7 +54,7 @@ class Rates:
         return self.kernel + max(flops / rate, moved / self.bandwidth)
 
     def link_seconds(self, sent: int) -> float:
-        """Return the seconds of a collective in which the device sends `sent` bytes; 0 without a link."""
+        """Return the seconds of a collective that sends `sent` bytes; 0 without a link."""
         return 0.0 if self.link is None else self.link.seconds(sent)
 
     def slowed(self, factor: float) -> "Rates":

@@ -1,4 +1,4 @@
-"""Compare the layouts of a step on several devices: copies or shards, with and without checkpointing."""
+"""Compare the layouts of a step on several devices: copies or shards."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -21,7 +21,7 @@ __all__ = ["held_shards"]
 def held_shards(
     module: L.LightningModule, *, devices: int, whole: bool, recorder: Recorder
 ) -> WholeShards | KeptShards:
-    """Return what a rank of a sharded fake copy holds during a step; call it inside the fake world.
+    """Return what a rank holds during a step; call it inside the fake world.
 
     Args:
         module: The copy.
@@ -38,7 +38,9 @@ def held_shards(
 
 
 class _LoneRank:
-    """The first of several ranks, without the others: meetings are empty, and collectives leave a note.
+    """The first of several ranks, without the others.
+
+    Meetings are empty, and collectives leave a note.
 
     Attributes:
         rank: 0.

@@ -80,7 +80,9 @@ def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder
 
 @contextmanager
 def resizes_noted(recorder: Recorder) -> Iterator[None]:
-    """Record storages that are freed and filled again in place, as FSDP2 does with gathered parameters.
+    """Record storages that are freed and filled again in place.
+
+    FSDP2 does so with gathered parameters.
 
     Source:
         torch/distributed/fsdp/_fully_shard/_fsdp_param.py: `alloc_storage` and `free_storage`, torch 2.13.

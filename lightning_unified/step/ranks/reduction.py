@@ -29,7 +29,7 @@ class _Bucket:
 
 
 def scratch_bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of scratch memory for small tensors, at most 16 MiB: those of all below 1 MiB together."""
+    """Return the bytes of scratch memory, at most 16 MiB: those of all tensors below 1 MiB."""
     small = sum(bytes_of(value) for value in tensors if bytes_of(value) < LARGE)
     return min(max(LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
 

@@ -1,4 +1,4 @@
-"""Links between devices: published speeds, bytes that collectives send, and their share of a step's seconds."""
+"""Links between devices: published speeds, bytes sent, and seconds of a step."""
 
 from dataclasses import replace
 

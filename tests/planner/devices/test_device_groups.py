@@ -1,4 +1,4 @@
-"""`predict` and `plan` with several devices: arguments, layouts and what the plan says of them."""
+"""`predict` and `plan` with several devices: arguments, layouts and their words."""
 
 import pytest
 import torch

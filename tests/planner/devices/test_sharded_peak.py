@@ -1,4 +1,4 @@
-"""The predicted peak of one rank of several against what torch's allocator counts on real ranks."""
+"""The predicted peak of one rank of several, and the one that torch's allocator counts."""
 
 import pytest
 import torch
