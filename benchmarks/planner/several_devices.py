@@ -21,25 +21,26 @@ from benchmarks.records import origin, prepare, write
 from lightning_unified import predict
 
 RECORD = Path(__file__).with_name("records") / "several_devices_cpu.json"
-_MODULES = ("mlp", "gearhead-small", "tied 150k vocabulary")
 _SHARDED = (("fsdp", "auto"), ("unified_fsdp", "parameters"), ("unified_fsdp", "shards"))
-_SETTINGS = ((2, False), (2, True), (4, False), (4, True))
+_ALL, _FEW = ((2, False), (2, True), (4, False), (4, True)), ((2, True), (4, False))
+_MODULES = {"mlp": _ALL, "gearhead-small": _FEW, "tied 150k vocabulary": _FEW}
+"""Modules, each with its numbers of ranks and whether blocks recompute."""
+
+_HALF = (
+    ("fsdp", "auto", "bf16-mixed"),
+    ("unified_fsdp", "parameters", "bf16-true"),
+    ("unified_fsdp", "shards", "bf16-mixed"),
+)
 
 
 def cells() -> Iterator[RankCell]:
     """Yield each module sharded over 2 and 4 ranks, and cells with other settings."""
-    for name, (strategy, hold), (devices, recompute) in product(_MODULES, _SHARDED, _SETTINGS):
-        yield RankCell(
-            module=name,
-            devices=devices,
-            strategy=strategy,
-            hold=hold,
-            recompute=recompute,
-            rows=MODULES[name].cpu.rows[0],
-        )
-    for name in _MODULES:
-        yield RankCell(module=name, devices=2, strategy="unified_ddp", rows=MODULES[name].cpu.rows[0])
-    for (strategy, hold), precision in product(_SHARDED, ("bf16-mixed", "bf16-true")):
+    for name, settings in _MODULES.items():
+        rows = MODULES[name].cpu.rows[0]
+        for (strategy, hold), (devices, recompute) in product(_SHARDED, settings):
+            yield RankCell(module=name, devices=devices, strategy=strategy, hold=hold, recompute=recompute, rows=rows)
+        yield RankCell(module=name, devices=2, strategy="unified_ddp", rows=rows)
+    for strategy, hold, precision in _HALF:
         yield RankCell(module="bert-like", devices=2, strategy=strategy, hold=hold, precision=precision, rows=4)
 
 
