@@ -26,11 +26,12 @@ from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.strategies.base import UnifiedBase, options_among
+from lightning_unified.strategies.collectives import NamedLosses
 
 __all__ = ["UnifiedDDPStrategy"]
 
 
-class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
+class UnifiedDDPStrategy(NamedLosses, UnifiedBase, DDPStrategy):
     """Trains a copy of any LightningModule on each of several devices or processes, like `ddp`.
 
     Each rank runs its own batch inside its own memory budget, in as many micro-batches as it needs. Gradients are averaged once, after

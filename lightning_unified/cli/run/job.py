@@ -7,8 +7,9 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,20 +19,25 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.config.binding import check_binding, targets
 from lightning_unified.cli.config.composition import composed
+from lightning_unified.cli.config.overrides import key_of, parse_overrides, quoted
 from lightning_unified.cli.config.resume import (
     LAST,
     OVERRIDES,
     Change,
     SavedRun,
     check_steps_left,
+    continued,
     joined,
     merged_overrides,
     relocated,
 )
 from lightning_unified.cli.config.trust import FLAG, is_own
-from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure, report_interrupt
-from lightning_unified.errors import ConfigurationError, LightningUnifiedError
-from lightning_unified.terminal import activity, labelled, lasting_output
+from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_interrupt
+from lightning_unified.cli.ranks.board import Board
+from lightning_unified.cli.ranks.group import released
+from lightning_unified.cli.ranks.lost import advice, end_soon
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError, RankError
+from lightning_unified.terminal import activity, labelled, lasting_output, say
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -68,38 +74,83 @@ class Job:
         given: The overrides of the command line.
         saved: The run to continue, if any.
         program: The command that the user typed, for the resume command.
+        flags: The flags beside the overrides that a further rank needs.
+        goes_on: Whether the run continues what its directory holds, and is left out if that is done.
+        board: What the ranks of this run share.
     """
 
     config: DictConfig
     given: Sequence[str] = ()
     saved: SavedRun | None = None
     program: str = "python train.py"
+    flags: Sequence[str] = ()
+    goes_on: bool = False
+    board: Board = field(default_factory=Board)
 
     def run(self) -> Outcome:
         """Train, save the results and return the outcome; print every error instead of raising it."""
-        directory = Path(HydraConfig.get().runtime.output_dir)
-        there = set(directory.rglob("*"))
-        with lasting_output(), _own_lines():
-            return self._reported(directory, there)
+        with lasting_output(), _own_lines(), released(self.board.launch):
+            try:
+                directory = self._directory()
+            except Exception as error:
+                return Outcome(exit_code=self.board.report(error), stops_sweep=True)
+            return self._reported(directory, set(directory.rglob("*")))
+
+    def _directory(self) -> Path:
+        """Return the run's directory, the same on all ranks: only the first one names it after the time."""
+        launch = self.board.launch
+        own = HydraConfig.get().runtime.output_dir if launch.is_first else self.config.run_dir
+        return Path(self.board.shared("run_dir", str(own))).absolute()
 
     def _reported(self, directory: Path, there: set[Path]) -> Outcome:
         try:
             with contextlib.ExitStack() as until_start:  # an activity's last line precedes the error
-                return self._run(directory, until_start)
+                if not self.goes_on:
+                    return self._run(directory, until_start)
+                found = continued(directory, list(HydraConfig.get().overrides.task))
+                if isinstance(found, float):
+                    say(f"{_short(directory)} is done; it is left as it is.")
+                    return Outcome(exit_code=0, objective=found)
+                given = [text for text in HydraConfig.get().overrides.task if not text.startswith(("resume=", "run_dir="))]
+                return replace(self, saved=found, given=given)._run(directory, until_start)
         except (KeyboardInterrupt, SystemExit) as error:
             if not _is_interrupt(error):
                 raise
             kept = f"{_short(directory / LAST)} is kept; go on with: {self._resume_command(directory)}"
-            report_interrupt(kept if (directory / LAST).exists() else "")
+            if self.board.launch.is_first:
+                report_interrupt(kept if (directory / LAST).exists() else "")
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)
+        except RankError as error:
+            end_soon()
+            return Outcome(exit_code=self.board.report(self._advised(error, directory)), stops_sweep=True)
         except Exception as error:
-            code = report_failure(error)
-            if code == ConfigurationError.exit_code and HydraConfig.get().mode == RunMode.RUN:
+            code = self.board.report(error)
+            is_alone = self.board.launch.is_first and HydraConfig.get().mode == RunMode.RUN
+            if code == ConfigurationError.exit_code and is_alone:
                 _remove_traces(directory, there=there)
             return Outcome(exit_code=code)
 
+    def _advised(self, error: RankError, directory: Path) -> RankError:
+        """Return `error` with the newest checkpoint and the command that goes on without the lost ranks."""
+        if not error.missing:
+            return error
+        trainer, launch = self.config.trainer, self.board.launch
+        known = isinstance(trainer.devices, int) and isinstance(trainer.num_nodes, int)
+        size = launch.size if launch.size > 1 else trainer.devices * trainer.num_nodes if known else 2
+        lines = advice(
+            error,
+            launch=launch,
+            checkpoint=Path(_short(directory / LAST)),
+            program=self.program,
+            resume=_resume_override(directory),
+            size=size,
+            batch=self.config.data.get("batch_size"),
+        )
+        return RankError(f"{error}\n{lines}", failed=error.failed, missing=error.missing)
+
     def _run(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
-        if (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
+        first = self.board.launch.is_first
+        if first and (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
             raise ConfigurationError(
                 f"run_dir={_short(directory)} holds the checkpoints of another run; {_resume_override(directory)} goes on with it, "
                 "another run_dir leaves it as it is."
@@ -109,6 +160,7 @@ class Job:
         # Import slowly loading modules only after the checks that need none of them.
         from lightning_unified.cli.run.data_fit import check_batches, check_interpolations
         from lightning_unified.cli.run.machine import check_settings, prepare
+        from lightning_unified.cli.run.strategy import with_strategy
 
         choices = dict(HydraConfig.get().runtime.choices)
         check_interpolations(config, choices)
@@ -116,9 +168,10 @@ class Job:
         machine = prepare(config, sources)
         if self.saved is not None:
             check_steps_left(self.saved, config.trainer.max_steps)
-        check_binding(config)
+        bound = with_strategy(config)
+        check_binding(bound)
         from lightning_unified.cli.run import parts as building
-        from lightning_unified.cli.run.result import finish
+        from lightning_unified.cli.run.result import finish, reason_of_stop
         from lightning_unified.cli.run.screen import (
             batches_of,
             quiet_third_parties,
@@ -126,6 +179,7 @@ class Job:
             show_data,
             show_start,
         )
+        from lightning_unified.strategies.launcher import WatchedLauncher
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
         own = all(is_own(node["_target_"]) for _, node in targets(OmegaConf.to_container(config, resolve=True)))
@@ -135,6 +189,8 @@ class Job:
 
         def begin(module: "LightningModule") -> None:
             until_start.close()
+            if not first:
+                return
             OmegaConf.save(config, directory / "config.yaml", resolve=True)
             (directory / OVERRIDES).parent.mkdir(exist_ok=True)
             OmegaConf.save(HydraConfig.get().overrides.task, directory / OVERRIDES)
@@ -143,8 +199,12 @@ class Job:
             show_start(config, machine, module=module, given=self.given)
             show_data(parts.data, parts.callbacks.values(), batches=batches_of(parts.trainer))
 
-        parts = building.build(config, resume_command=resume_command, on_start=begin)
+        parts = building.build(bound, resume_command=resume_command, on_start=begin)
         check_batches(parts.data, parts.module, choices)
+        launcher = parts.trainer.strategy.launcher
+        if isinstance(launcher, WatchedLauncher):
+            launcher.command = self._rank_command(directory)
+            until_start.callback(launcher.wait)
         try:
             self._fit(parts)
         except SystemExit as stop:
@@ -153,20 +213,27 @@ class Job:
             ):
                 raise
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
-        stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
-        relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
+        interrupt = building.callback_of(parts, "GracefulInterrupt")
+        stopped_by = getattr(interrupt, "signal", None)
         objective = finish(
-            parts,
-            config=config,
-            directory=directory,
-            resume_command=resume_command,
-            stopped=relieved or stopped_by is not None,
+            parts, config=config, directory=directory, resume_command=resume_command, stopped=reason_of_stop(parts)
         )
-        code = TERMINATED if stopped_by == signal.SIGTERM else 0
-        return Outcome(exit_code=code, objective=objective, stops_sweep=stopped_by is not None)
+        terminated = stopped_by not in (None, signal.SIGINT) and not interrupt.is_requeued
+        return Outcome(
+            exit_code=TERMINATED if terminated else 0, objective=objective, stops_sweep=stopped_by is not None
+        )
+
+    def _rank_command(self, directory: Path) -> list[str]:
+        """Return the command of a further rank of this run, which writes nothing."""
+        task = list(HydraConfig.get().overrides.task)
+        keys = [key_of(override) for override in parse_overrides(task)]
+        kept = [text for text, key in zip(task, keys, strict=True) if key not in ("run_dir", "resume")]
+        resume = [] if self.saved is None else [f"resume={quoted(self.saved.directory)}"]
+        own = [*kept, *resume, f"run_dir={quoted(directory)}"]
+        return [sys.executable, *shlex.split(self.program)[1:], *self.flags, *own]
 
     def _resume_command(self, directory: Path) -> str:
-        return f"{self.program} {_resume_override(directory)}"
+        return f"{self.board.launch.command(self.program)} {_resume_override(directory)}"
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
         """Return the final configuration, the changes of a resumed run, and the opened machine.
@@ -175,6 +242,7 @@ class Job:
         """
         from lightning_unified.cli.run.machine import open_machine
         from lightning_unified.cli.run.screen import show_note
+        from lightning_unified.cli.run.strategy import with_devices
         from lightning_unified.hardware import describe, detect
 
         choices = dict(HydraConfig.get().runtime.choices)
@@ -197,7 +265,8 @@ class Job:
                 config["name"] = choices.get("model")
             config["run_dir"] = str(directory)
             config["resume"] = None if self.saved is None else str(self.saved.directory)
-        return config, changes, sources
+        given = {key_of(override) for override in parse_overrides(list(self.given))}
+        return with_devices(config, self.board.launch, given), changes, sources
 
     def _fit(self, parts: "Parts") -> None:
         """Train; convert errors before the first batch into configuration errors."""

@@ -1,0 +1,113 @@
+"""Short texts that the ranks of a run share before their processes are connected, and after they have lost each other."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning_unified.cli.failure import exit_code_of, report_failure
+from lightning_unified.cli.ranks.launch import Launch, launch_of
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Board", "is_connected"]
+
+_WAIT = timedelta(minutes=5)  # ranks of a cluster start within minutes of each other
+_LINGER_S = 2.0  # judgement: while rank 0 keeps the store, others that fail for the same reason learn that it was said
+
+
+class Board:
+    """A key-value store over a socket, at the address at which the ranks meet.
+
+    torchrun keeps a store for all its processes. Under SLURM the first rank opens the one that its process group uses later. Ranks
+    that a strategy started use the store of their process group, once it exists.
+
+    Args:
+        launch: How this process was started; default is to look at its environment.
+    """
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        self.launch = launch_of(os.environ) if launch is None else launch
+        self._store: Store | None = None
+
+    def shared(self, key: str, text: str) -> str:
+        """Return the first rank's `text` on every rank.
+
+        Raises:
+            RankError: If the first rank does not say it within five minutes.
+        """
+        if not self.launch.is_external:
+            return text
+        try:
+            store = self._opened()
+            if self.launch.is_first:
+                store.set(key, text)
+                return text
+            return store.get(key).decode()
+        except RuntimeError as error:
+            raise RankError(f"rank 0 has not said where the run is kept: {error}", missing=(0,)) from error
+
+    def report(self, error: BaseException) -> int:
+        """Print `error` unless another rank has printed the reason, and return its exit code."""
+        if isinstance(error, RankError) and error.failed:
+            return exit_code_of(error)  # the rank that failed says why
+        if not self._claims():
+            return exit_code_of(error)
+        code = report_failure(error)
+        if self.launch.is_external and self.launch.is_first and self.launch.by == "slurm":
+            time.sleep(_LINGER_S)
+        return code
+
+    def _claims(self) -> bool:
+        """Return whether this rank is the first that has an error to print; True if nobody can be asked."""
+        if self.launch.by == "user" and self.launch.size == 1 and not is_connected():
+            return True
+        try:
+            return self._opened().add("error", 1) == 1
+        except (RuntimeError, OSError, LightningUnifiedError):
+            return True
+
+    def _opened(self) -> "Store":
+        if self._store is None:
+            from torch.distributed import PrefixStore
+
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store = PrefixStore(f"lightning_unified/{attempt}", self._connected())
+        return self._store
+
+    def _connected(self) -> "Store":
+        from torch.distributed import TCPStore
+
+        if self.launch.by == "torchrun":
+            return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT)
+        if self.launch.by == "slurm":
+            address, port = _slurm_address()
+            first = self.launch.is_first
+            # The process group opens a store at the same address; several share one server within a process.
+            shared: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
+            return TCPStore(address, port, self.launch.size, is_master=first, timeout=_WAIT, **shared)
+        if not is_connected():
+            raise RankError("the ranks are not connected")
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
+
+
+def is_connected() -> bool:
+    """Return whether this process has a process group; torch is not imported to find out."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _slurm_address() -> tuple[str, int]:
+    """Return the address that Lightning derives from SLURM's variables, so that all ranks use one."""
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    try:
+        environment = SLURMEnvironment()
+        return environment.main_address, environment.main_port
+    except RuntimeError as error:  # it names the variable that srun did not set
+        raise ConfigurationError(str(error)) from error
