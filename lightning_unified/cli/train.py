@@ -139,7 +139,9 @@ def _going_on(overrides: Sequence[str], *, multirun: bool, trusted: bool) -> tup
     if resume is None or (not multirun and resume != AUTO):
         return False, list(overrides)
     if resume == AUTO and "run_dir" not in given:
-        raise ConfigurationError("resume=auto continues what run_dir holds; give run_dir, without the time in its name.")
+        raise ConfigurationError(
+            "resume=auto continues what run_dir holds; give run_dir, without the time in its name."
+        )
     rest = [text for text, one in zip(overrides, parsed, strict=True) if key_of(one) != "resume"]
     if resume == AUTO:
         return True, rest

@@ -5,16 +5,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
-__all__ = ["WatchedLauncher", "watched"]
+__all__ = ["WatchedLauncher", "devices_of_launch", "watched"]
 
 _EVERY_S = 0.5  # between two looks at the other processes
 # torchrun waits as long between its SIGTERM and its SIGKILL (torch 2.13, distributed/elastic/multiprocessing/api.py).
@@ -95,6 +96,18 @@ class WatchedLauncher(_SubprocessScriptLauncher):
         ]
 
 
+def devices_of_launch(
+    devices: list[torch.device] | None, environ: Mapping[str, str] = os.environ
+) -> list[torch.device] | None:
+    """Return one CPU for each process that torchrun started here, where the Trainer was given no number of devices.
+
+    `devices="auto"` means one process on a CPU, and every GPU elsewhere.
+    """
+    if devices is None or len(devices) != 1 or devices[0].type != "cpu" or "TORCHELASTIC_RUN_ID" not in environ:
+        return devices
+    return devices * int(environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def watched(launcher: Any) -> Any:
     """Return `WatchedLauncher` in place of Lightning's launcher of scripts; any other launcher stays."""
     if type(launcher) is not _SubprocessScriptLauncher:
@@ -115,7 +128,9 @@ def _watching(lost: Callable[[], str | None], *, then: Callable[[], None]) -> It
             return
         then()
         try:
-            os.write(2, f"error: {reason}, and this rank still waits for it; go on from the last checkpoint.\n".encode())
+            os.write(
+                2, f"error: {reason}, and this rank still waits for it; go on from the last checkpoint.\n".encode()
+            )
         finally:
             os._exit(1)
 

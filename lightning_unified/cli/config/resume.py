@@ -126,7 +126,9 @@ def find_sweep(directory: str | Path, *, trusted: bool = False) -> list[str]:
         )
     overrides = OmegaConf.select(read_yaml(record), "hydra.overrides.task")
     if not OmegaConf.is_list(overrides):
-        raise ConfigurationError(f"{record}: it holds no overrides; start the sweep with run_dir={directory} resume=auto.")
+        raise ConfigurationError(
+            f"{record}: it holds no overrides; start the sweep with run_dir={directory} resume=auto."
+        )
     found = merged_overrides([str(each) for each in overrides], [])
     if not trusted:
         check_overrides_of(path, [text for text in found if not parse_overrides([text])[0].is_sweep_override()])

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_unified.cli.failure import exit_code_of, report_failure
 from lightning_unified.cli.ranks.launch import Launch, launch_of
@@ -57,7 +57,7 @@ class Board:
         if not self._claims():
             return exit_code_of(error)
         code = report_failure(error)
-        if self.launch.is_external and self.launch.is_first and self.launch.by == "slurm":
+        if self.launch.is_external and self.launch.is_first:
             time.sleep(_LINGER_S)
         return code
 
@@ -79,21 +79,24 @@ class Board:
         return self._store
 
     def _connected(self) -> "Store":
-        from torch.distributed import TCPStore
-
         if self.launch.by == "torchrun":
-            return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT)
+            # torchrun keeps the store itself, or lets the first rank open it (torch 2.13, distributed/rendezvous.py).
+            hosts = self.launch.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+            return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosts=hosts)
         if self.launch.by == "slurm":
-            address, port = _slurm_address()
-            first = self.launch.is_first
-            # The process group opens a store at the same address; several share one server within a process.
-            shared: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
-            return TCPStore(address, port, self.launch.size, is_master=first, timeout=_WAIT, **shared)
+            return _store_at(*_slurm_address(), hosts=self.launch.is_first)
         if not is_connected():
             raise RankError("the ranks are not connected")
         from torch.distributed.distributed_c10d import _get_default_store
 
         return _get_default_store()
+
+
+def _store_at(address: str, port: int, *, hosts: bool) -> "Store":
+    """Return the store at an address. Its host shares one server with the process group, which opens a store there later."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(address, port, is_master=hosts, timeout=_WAIT, wait_for_workers=False, multi_tenant=hosts)
 
 
 def is_connected() -> bool:

@@ -1,23 +1,40 @@
-"""The process group of one run among several of a sweep."""
+"""The ranks that a run starts itself: their command, their end, and the connection to them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from lightning_unified.cli.ranks.board import is_connected
 from lightning_unified.cli.ranks.launch import Launch
 
-__all__ = ["released"]
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+__all__ = ["own_ranks", "released"]
 
 _SET = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def released(launch: Launch) -> Iterator[None]:
-    """Close the connection to the ranks that a strategy started in the block, so that a sweep's next run may start its own.
+def own_ranks(trainer: "Trainer", command: Sequence[str]) -> Iterator[None]:
+    """Let the strategy's launcher start further ranks by `command`, and wait for their end after the block."""
+    from lightning_unified.strategies.launcher import WatchedLauncher
 
-    Ranks that another program started stay connected. After an error the connection is left to the end of the process.
-    """
+    launcher = trainer.strategy.launcher
+    if not isinstance(launcher, WatchedLauncher):
+        yield
+        return
+    launcher.command = command
+    try:
+        yield
+    finally:
+        launcher.wait()
+
+
+@contextmanager
+def released(launch: Launch) -> Iterator[None]:
+    """Close the connection to the ranks that a strategy started in the block, so that a sweep's next run may start its own."""
     if launch.by != "user":
         yield
         return

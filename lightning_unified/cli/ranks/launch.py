@@ -53,8 +53,8 @@ class Launch:
         if self.by == "slurm":
             return f"srun --nodes={self.nodes} --ntasks-per-node={each} {program}"
         script = program.partition(" ")[2]  # torchrun takes the arguments of Python, without Python
-        nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
-        return f"torchrun {nodes}--nproc-per-node {each} {script}"
+        place = f"--nnodes {self.nodes}" if self.nodes > 1 else "--standalone"
+        return f"torchrun {place} --nproc-per-node {each} {script}"
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:

@@ -2,16 +2,12 @@
 
 import contextlib
 import math
-import os
-import re
-import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -19,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.config.binding import check_binding, targets
 from lightning_unified.cli.config.composition import composed
-from lightning_unified.cli.config.overrides import key_of, parse_overrides, quoted
+from lightning_unified.cli.config.overrides import key_of, parse_overrides
 from lightning_unified.cli.config.resume import (
     LAST,
     OVERRIDES,
@@ -34,8 +30,9 @@ from lightning_unified.cli.config.resume import (
 from lightning_unified.cli.config.trust import FLAG, is_own
 from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_interrupt
 from lightning_unified.cli.ranks.board import Board
-from lightning_unified.cli.ranks.group import released
-from lightning_unified.cli.ranks.lost import advice, end_soon
+from lightning_unified.cli.ranks.command import rank_command, resume_override, short
+from lightning_unified.cli.ranks.group import own_ranks, released
+from lightning_unified.cli.ranks.lost import end_soon, with_advice
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, RankError
 from lightning_unified.terminal import activity, labelled, lasting_output, say
 
@@ -46,8 +43,6 @@ if TYPE_CHECKING:
     from lightning_unified.hardware import Sources
 
 __all__ = ["Job", "Outcome"]
-
-_PLAIN = re.compile(r"[\w./-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,20 +104,22 @@ class Job:
                     return self._run(directory, until_start)
                 found = continued(directory, list(HydraConfig.get().overrides.task))
                 if isinstance(found, float):
-                    say(f"{_short(directory)} is done; it is left as it is.")
+                    say(f"{short(directory)} is done; it is left as it is.")
                     return Outcome(exit_code=0, objective=found)
-                given = [text for text in HydraConfig.get().overrides.task if not text.startswith(("resume=", "run_dir="))]
+                given = [
+                    text for text in HydraConfig.get().overrides.task if not text.startswith(("resume=", "run_dir="))
+                ]
                 return replace(self, saved=found, given=given)._run(directory, until_start)
         except (KeyboardInterrupt, SystemExit) as error:
             if not _is_interrupt(error):
                 raise
-            kept = f"{_short(directory / LAST)} is kept; go on with: {self._resume_command(directory)}"
+            kept = f"{short(directory / LAST)} is kept; go on with: {self._resume_command(directory)}"
             if self.board.launch.is_first:
                 report_interrupt(kept if (directory / LAST).exists() else "")
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)
         except RankError as error:
             end_soon()
-            return Outcome(exit_code=self.board.report(self._advised(error, directory)), stops_sweep=True)
+            return Outcome(exit_code=self.board.report(self._with_advice(error, directory)), stops_sweep=True)
         except Exception as error:
             code = self.board.report(error)
             is_alone = self.board.launch.is_first and HydraConfig.get().mode == RunMode.RUN
@@ -130,37 +127,19 @@ class Job:
                 _remove_traces(directory, there=there)
             return Outcome(exit_code=code)
 
-    def _advised(self, error: RankError, directory: Path) -> RankError:
-        """Return `error` with the newest checkpoint and the command that goes on without the lost ranks."""
-        if not error.missing:
-            return error
-        trainer, launch = self.config.trainer, self.board.launch
-        known = isinstance(trainer.devices, int) and isinstance(trainer.num_nodes, int)
-        size = launch.size if launch.size > 1 else trainer.devices * trainer.num_nodes if known else 2
-        lines = advice(
-            error,
-            launch=launch,
-            checkpoint=Path(_short(directory / LAST)),
-            program=self.program,
-            resume=_resume_override(directory),
-            size=size,
-            batch=self.config.data.get("batch_size"),
-        )
-        return RankError(f"{error}\n{lines}", failed=error.failed, missing=error.missing)
-
     def _run(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
         first = self.board.launch.is_first
         if first and (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
             raise ConfigurationError(
-                f"run_dir={_short(directory)} holds the checkpoints of another run; {_resume_override(directory)} goes on with it, "
+                f"run_dir={short(directory)} holds the checkpoints of another run; {resume_override(directory)} goes on with it, "
                 "another run_dir leaves it as it is."
             )
         until_start.enter_context(activity("loading libraries"))
         config, changes, sources = self._configuration(directory)
         # Import slowly loading modules only after the checks that need none of them.
+        from lightning_unified.cli.ranks.strategy import with_strategy
         from lightning_unified.cli.run.data_fit import check_batches, check_interpolations
         from lightning_unified.cli.run.machine import check_settings, prepare
-        from lightning_unified.cli.run.strategy import with_strategy
 
         choices = dict(HydraConfig.get().runtime.choices)
         check_interpolations(config, choices)
@@ -179,7 +158,6 @@ class Job:
             show_data,
             show_start,
         )
-        from lightning_unified.strategies.launcher import WatchedLauncher
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
         own = all(is_own(node["_target_"]) for _, node in targets(OmegaConf.to_container(config, resolve=True)))
@@ -201,48 +179,42 @@ class Job:
 
         parts = building.build(bound, resume_command=resume_command, on_start=begin)
         check_batches(parts.data, parts.module, choices)
-        launcher = parts.trainer.strategy.launcher
-        if isinstance(launcher, WatchedLauncher):
-            launcher.command = self._rank_command(directory)
-            until_start.callback(launcher.wait)
-        try:
-            self._fit(parts)
-        except SystemExit as stop:
-            if not _is_interrupt(stop) or not getattr(
-                building.callback_of(parts, "GracefulInterrupt"), "is_forced", False
-            ):
-                raise
-            return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
-        interrupt = building.callback_of(parts, "GracefulInterrupt")
-        stopped_by = getattr(interrupt, "signal", None)
-        objective = finish(
-            parts, config=config, directory=directory, resume_command=resume_command, stopped=reason_of_stop(parts)
-        )
-        terminated = stopped_by not in (None, signal.SIGINT) and not interrupt.is_requeued
-        return Outcome(
-            exit_code=TERMINATED if terminated else 0, objective=objective, stops_sweep=stopped_by is not None
-        )
+        overrides = list(HydraConfig.get().overrides.task)
+        with own_ranks(parts.trainer, rank_command(self.program, self.flags, overrides, self.saved, directory)):
+            try:
+                self._fit(parts)
+            except SystemExit as stop:
+                interrupt = building.callback_of(parts, "GracefulInterrupt")
+                if not _is_interrupt(stop) or not getattr(interrupt, "is_forced", False):
+                    raise
+                return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
+            objective = finish(
+                parts, config=config, directory=directory, resume_command=resume_command, stopped=reason_of_stop(parts)
+            )
+        return _outcome(building.callback_of(parts, "GracefulInterrupt"), objective)
 
-    def _rank_command(self, directory: Path) -> list[str]:
-        """Return the command of a further rank of this run, which writes nothing."""
-        task = list(HydraConfig.get().overrides.task)
-        keys = [key_of(override) for override in parse_overrides(task)]
-        kept = [text for text, key in zip(task, keys, strict=True) if key not in ("run_dir", "resume")]
-        resume = [] if self.saved is None else [f"resume={quoted(self.saved.directory)}"]
-        own = [*kept, *resume, f"run_dir={quoted(directory)}"]
-        return [sys.executable, *shlex.split(self.program)[1:], *self.flags, *own]
+    def _with_advice(self, error: RankError, directory: Path) -> RankError:
+        """Return `error` with the newest checkpoint and the command that goes on without the lost ranks."""
+        return with_advice(
+            error,
+            launch=self.board.launch,
+            checkpoint=Path(short(directory / LAST)),
+            program=self.program,
+            resume=resume_override(directory),
+            config=self.config,
+        )
 
     def _resume_command(self, directory: Path) -> str:
-        return f"{self.board.launch.command(self.program)} {_resume_override(directory)}"
+        return f"{self.board.launch.command(self.program)} {resume_override(directory)}"
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
         """Return the final configuration, the changes of a resumed run, and the opened machine.
 
         `hardware=auto` becomes the hardware that was found.
         """
+        from lightning_unified.cli.ranks.strategy import with_devices
         from lightning_unified.cli.run.machine import open_machine
         from lightning_unified.cli.run.screen import show_note
-        from lightning_unified.cli.run.strategy import with_devices
         from lightning_unified.hardware import describe, detect
 
         choices = dict(HydraConfig.get().runtime.choices)
@@ -289,6 +261,18 @@ class Job:
             raise
 
 
+def _outcome(interrupt: Any, objective: float) -> Outcome:
+    """Return the outcome of a run whose results are written.
+
+    Args:
+        interrupt: The run's `GracefulInterrupt`, if it has one.
+        objective: The value for a sweeper.
+    """
+    stopped_by = getattr(interrupt, "signal", None)
+    terminated = stopped_by not in (None, signal.SIGINT) and not interrupt.is_requeued
+    return Outcome(exit_code=TERMINATED if terminated else 0, objective=objective, stops_sweep=stopped_by is not None)
+
+
 def _is_interrupt(error: BaseException) -> bool:
     """Return whether Ctrl-C was the cause; Lightning turns it into `SystemExit`."""
     return isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
@@ -319,18 +303,3 @@ def _remove_traces(directory: Path, *, there: set[Path]) -> None:
     with contextlib.suppress(OSError):  # a folder that holds other files stays
         for folder in (directory, *(parent for parent in directory.parents if here in parent.parents)):
             folder.rmdir()
-
-
-def _resume_override(directory: Path) -> str:
-    """Return `resume=…` as typed in a shell.
-
-    Hydra needs quotes around a sweep's folders, which contain `=`.
-    """
-    path = _short(directory)
-    return f"resume={path}" if _PLAIN.fullmatch(path) else shlex.quote(f'resume="{path}"')
-
-
-def _short(path: Path) -> str:
-    """Return `path` relative to the working directory if it is inside it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

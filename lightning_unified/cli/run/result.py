@@ -172,6 +172,7 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
         "micro_batch_size": getattr(strategy, "micro_batch_size", None),
         "recompute": _recompute(plan, parts.module),
         "precision": choice.precision if choice is not None else str(trainer.precision),
+        "ranks": trainer.world_size,
         "steps": trainer.global_step,
         "seconds": round(count.duration, 3),
         "samples_per_second": per_second(count.samples),

@@ -201,9 +201,10 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
-    effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
-    is_whole = micro is None or (effective is not None and micro >= effective)
+    effective, micro, ranks = (summary[key] for key in ("effective_batch_size", "micro_batch_size", "ranks"))
+    is_whole = micro is None or (effective is not None and micro * ranks >= effective)
     split = "one micro-batch" if is_whole else f"micro-batches of up to {micro} rows"
+    split += f" on each of {ranks} ranks" if ranks > 1 else ""
     yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
     yield (
         "batch",
