@@ -10,6 +10,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_unified.cli.watch.runs import running
+from lightning_unified.hardware import Sources
 from tests.support import ROOT
 from tests.support.ranks.launched import LIMIT_S, TINY, TRAIN, Launched, real_torchrun, wait_until
 
@@ -57,8 +59,11 @@ def test_a_strategy_of_one_device_is_refused(tmp_path):
 
 
 def test_sigterm_to_one_rank_saves_on_all_and_ends_them_with_143(tmp_path):
-    ranks = Launched(DDP, *TINY, "trainer.max_steps=100000", "run_dir=run", cwd=tmp_path)
-    ranks.until(lambda: list(tmp_path.glob("run/metrics.csv"))).send(signal.SIGTERM, rank=1)
+    options = {"cwd": tmp_path, "LIGHTNING_UNIFIED_STATE_DIR": str(tmp_path / "state")}
+    ranks = Launched(DDP, *TINY, "trainer.max_steps=100000", "run_dir=run", **options)
+    ranks.until(lambda: len(list(tmp_path.glob("state/runs/*.json"))) == 2 and list(tmp_path.glob("run/metrics.csv")))
+    watched = running(tmp_path / "state/runs", Sources.without_torch())
+    ranks.send(signal.SIGTERM, rank=1)
     done = ranks.wait()
     summary = json.loads((tmp_path / "run/summary.json").read_text())
 
@@ -66,6 +71,9 @@ def test_sigterm_to_one_rank_saves_on_all_and_ends_them_with_143(tmp_path):
     assert summary["stopped"] == "SIGTERM"
     assert f"Stopped by SIGTERM after step {summary['steps']}" in done[0].stdout
     assert done[1].stdout == ""
+    assert sorted(each.figures.rank for each in watched) == [0, 1]
+    assert {(each.figures.ranks, each.figures.run) for each in watched} == {(2, watched[0].figures.run)}
+    assert {each.figures.directory for each in watched} == {str(tmp_path / "run")}
 
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
