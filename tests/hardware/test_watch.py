@@ -237,7 +237,9 @@ def test_a_run_is_one_flat_object(sources, runs):
 
 def test_all_ranks_of_a_run_stand_below_it_each_with_its_memory(sources, runs):
     first = record(run="127.0.0.1:29500", ranks=2, allocated_bytes=1 * GIB)
-    second = record(run="127.0.0.1:29500", ranks=2, rank=1, device="cuda:1", allocated_bytes=2 * GIB, micro_batch_size=8)
+    second = record(
+        run="127.0.0.1:29500", ranks=2, rank=1, device="cuda:1", allocated_bytes=2 * GIB, micro_batch_size=8
+    )
     snapshot = look(sources("rtx4090"), runs(second, first, record(module="Other")))
     text = text_of(snapshot, 200)
 
@@ -251,7 +253,9 @@ def test_all_ranks_of_a_run_stand_below_it_each_with_its_memory(sources, runs):
 def test_a_record_of_an_earlier_version_is_a_run_of_one_rank(sources, runs):
     folder = runs(record())
     (path,) = folder.iterdir()
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in ("rank", "ranks", "run")}))
+    path.write_text(
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in ("rank", "ranks", "run")})
+    )
 
     (run,) = look(sources("rtx4090"), folder).as_json()["runs"]
     assert (run["rank"], run["ranks"], run["run"]) == (0, 1, None)

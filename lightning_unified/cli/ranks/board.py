@@ -11,7 +11,7 @@ from lightning_unified.cli.ranks.launch import Launch, launch_of
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, RankError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented, but not exported
 
 __all__ = ["Board", "is_connected"]
 
@@ -72,7 +72,7 @@ class Board:
 
     def _opened(self) -> "Store":
         if self._store is None:
-            from torch.distributed import PrefixStore
+            from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"lightning_unified/{attempt}", self._connected())
@@ -94,7 +94,7 @@ class Board:
 
 def _store_at(address: str, port: int, *, hosts: bool) -> "Store":
     """Return the store at an address. Its host shares one server with the process group, which opens a store there later."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(address, port, is_master=hosts, timeout=_WAIT, wait_for_workers=False, multi_tenant=hosts)
 
@@ -107,7 +107,7 @@ def is_connected() -> bool:
 
 def _slurm_address() -> tuple[str, int]:
     """Return the address that Lightning derives from SLURM's variables, so that all ranks use one."""
-    from lightning.pytorch.plugins.environments import SLURMEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
     try:
         environment = SLURMEnvironment()

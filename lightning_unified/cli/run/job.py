@@ -100,16 +100,9 @@ class Job:
     def _reported(self, directory: Path, there: set[Path]) -> Outcome:
         try:
             with contextlib.ExitStack() as until_start:  # an activity's last line precedes the error
-                if not self.goes_on:
-                    return self._run(directory, until_start)
-                found = continued(directory, list(HydraConfig.get().overrides.task))
-                if isinstance(found, float):
-                    say(f"{short(directory)} is done; it is left as it is.")
-                    return Outcome(exit_code=0, objective=found)
-                given = [
-                    text for text in HydraConfig.get().overrides.task if not text.startswith(("resume=", "run_dir="))
-                ]
-                return replace(self, saved=found, given=given)._run(directory, until_start)
+                if self.goes_on:
+                    return self._gone_on(directory, until_start)
+                return self._run(directory, until_start)
         except (KeyboardInterrupt, SystemExit) as error:
             if not _is_interrupt(error):
                 raise
@@ -126,6 +119,20 @@ class Job:
             if code == ConfigurationError.exit_code and is_alone:
                 _remove_traces(directory, there=there)
             return Outcome(exit_code=code)
+
+    def _gone_on(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
+        """Continue what the directory holds; leave it as it is if it is done, and begin where it holds nothing."""
+        overrides = list(HydraConfig.get().overrides.task)
+        found = continued(directory, overrides, trusted=FLAG in self.flags)
+        if isinstance(found, float):
+            if self.board.launch.is_first:
+                say(f"{short(directory)} is done; it is left as it is.")
+            return Outcome(exit_code=0, objective=found)
+        if found is None and self.board.launch.is_first:  # a sweep in other processes finds its runs by this file
+            (directory / OVERRIDES).parent.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(overrides, directory / OVERRIDES)
+        given = merged_overrides([], overrides)
+        return replace(self, saved=found, given=given)._run(directory, until_start)
 
     def _run(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
         first = self.board.launch.is_first

@@ -78,7 +78,9 @@ def test_sigterm_to_one_rank_saves_on_all_and_ends_them_with_143(tmp_path):
 
 @pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_with_the_command_to_go_on(tmp_path, lost):
-    ranks = Launched(DDP, *TINY, "trainer.max_steps=100000", "callbacks.checkpoint.every_n_steps=1", "run_dir=run", cwd=tmp_path)
+    ranks = Launched(
+        DDP, *TINY, "trainer.max_steps=100000", "callbacks.checkpoint.every_n_steps=1", "run_dir=run", cwd=tmp_path
+    )
     ranks.until(lambda: list(tmp_path.glob("run/checkpoints/last.ckpt"))).send(signal.SIGKILL, rank=lost)
     done = ranks.wait(120)
     left = done[1 - lost]
@@ -104,7 +106,10 @@ def test_the_strategys_own_launcher_ends_with_code_1_and_no_orphans(tmp_path):
 
     assert first.returncode == 1
     assert "Go on with 1 of 2 ranks: " in err and "resume=run trainer.devices=1" in err
-    gone_on = ran([sys.executable, str(TRAIN), "resume=run", "trainer.devices=1", f"trainer.max_steps={step_of(err) + 2}"], tmp_path)
+    gone_on = ran(
+        [sys.executable, str(TRAIN), "resume=run", "trainer.devices=1", f"trainer.max_steps={step_of(err) + 2}"],
+        tmp_path,
+    )
     assert gone_on.returncode == 0, gone_on.stderr
 
 
@@ -130,7 +135,10 @@ def test_a_plain_script_trains_under_torchrun(tmp_path):
     done = ran(real_torchrun(script, cwd=tmp_path), tmp_path)
 
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 of 2",
+        "rank 1 of 2",
+    ]
 
 
 PLAIN = """

@@ -25,4 +25,3 @@ def test_pressure_on_the_second_rank_shrinks_saves_and_stops_both(tmp_path, stra
     assert {line["level"] for line in written} == {"normal"}
     if strategy == "unified_ddp":
         assert (first["largest"], second["largest"]) == (4, 4)
-
