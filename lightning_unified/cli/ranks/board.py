@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["Board", "is_connected"]
 
 _WAIT = timedelta(minutes=5)  # ranks of a cluster start within minutes of each other
-_LINGER_S = 2.0  # judgement: while rank 0 keeps the store, others that fail for the same reason learn that it was said
+_SOON = timedelta(seconds=20)  # judgement: an error is printed after this time even if nobody can be asked
+_READ, _ERROR = "read", "error"  # keys that count the ranks
+_LINGER_S = (
+    20.0  # judgement: the longest that rank 0 keeps the store for others, which start later and end for the same reason
+)
 
 
 class Board:
@@ -33,6 +38,10 @@ class Board:
         self.launch = launch_of(os.environ) if launch is None else launch
         self._store: Store | None = None
 
+    def __reduce__(self) -> tuple[type["Board"], tuple[()]]:
+        """Return how a copy in another process is made: a sweep's launcher starts runs in processes with a place of their own."""
+        return Board, ()
+
     def shared(self, key: str, text: str) -> str:
         """Return the first rank's `text` on every rank.
 
@@ -42,11 +51,13 @@ class Board:
         if not self.launch.is_external:
             return text
         try:
-            store = self._opened()
+            store = self._opened(_WAIT)
             if self.launch.is_first:
                 store.set(key, text)
                 return text
-            return store.get(key).decode()
+            said = store.get(key).decode()
+            store.add(_READ, 1)
+            return said
         except RuntimeError as error:
             raise RankError(f"rank 0 has not said where the run is kept: {error}", missing=(0,)) from error
 
@@ -54,37 +65,51 @@ class Board:
         """Print `error` unless another rank has printed the reason, and return its exit code."""
         if isinstance(error, RankError) and error.failed:
             return exit_code_of(error)  # the rank that failed says why
-        if not self._claims():
-            return exit_code_of(error)
-        code = report_failure(error)
-        if self.launch.is_external and self.launch.is_first:
-            time.sleep(_LINGER_S)
+        code = report_failure(error) if self._claims() else exit_code_of(error)
+        self._linger(_ERROR, self.launch.size, _LINGER_S)
         return code
+
+    def leave(self) -> None:
+        """Let all ranks read what the first one has said before this process ends and takes its store along."""
+        self._linger(_READ, self.launch.size - 1, _WAIT.total_seconds())
+
+    @property
+    def _hosts(self) -> bool:
+        """Whether the store ends with this process. torchrun may keep it (torch 2.13, distributed/rendezvous.py)."""
+        kept = self.launch.by == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        return self.launch.is_external and self.launch.is_first and not kept
+
+    def _linger(self, key: str, count: int, limit_s: float) -> None:
+        """Keep the store until `count` ranks have counted themselves under `key`."""
+        if not self._hosts:
+            return
+        end = time.monotonic() + limit_s
+        with suppress(RuntimeError, OSError):
+            while time.monotonic() < end and self._opened(_SOON).add(key, 0) < count:
+                time.sleep(0.1)
 
     def _claims(self) -> bool:
         """Return whether this rank is the first that has an error to print; True if nobody can be asked."""
         if self.launch.by == "user" and self.launch.size == 1 and not is_connected():
             return True
         try:
-            return self._opened().add("error", 1) == 1
+            return self._opened(_SOON).add(_ERROR, 1) == 1
         except (RuntimeError, OSError, LightningUnifiedError):
             return True
 
-    def _opened(self) -> "Store":
+    def _opened(self, patience: timedelta) -> "Store":
         if self._store is None:
             from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"lightning_unified/{attempt}", self._connected())
+            self._store = PrefixStore(f"lightning_unified/{attempt}", self._connected(patience))
         return self._store
 
-    def _connected(self) -> "Store":
+    def _connected(self, patience: timedelta) -> "Store":
         if self.launch.by == "torchrun":
-            # torchrun keeps the store itself, or lets the first rank open it (torch 2.13, distributed/rendezvous.py).
-            hosts = self.launch.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-            return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosts=hosts)
+            return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), patience, hosts=self._hosts)
         if self.launch.by == "slurm":
-            return _store_at(*_slurm_address(), hosts=self.launch.is_first)
+            return _store_at(*_slurm_address(), patience, hosts=self._hosts)
         if not is_connected():
             raise RankError("the ranks are not connected")
         from torch.distributed.distributed_c10d import _get_default_store
@@ -92,11 +117,11 @@ class Board:
         return _get_default_store()
 
 
-def _store_at(address: str, port: int, *, hosts: bool) -> "Store":
+def _store_at(address: str, port: int, patience: timedelta, *, hosts: bool) -> "Store":
     """Return the store at an address. Its host shares one server with the process group, which opens a store there later."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(address, port, is_master=hosts, timeout=_WAIT, wait_for_workers=False, multi_tenant=hosts)
+    return TCPStore(address, port, is_master=hosts, timeout=patience, wait_for_workers=False, multi_tenant=hosts)
 
 
 def is_connected() -> bool:

@@ -127,6 +127,7 @@ class Job:
         if isinstance(found, float):
             if self.board.launch.is_first:
                 say(f"{short(directory)} is done; it is left as it is.")
+            self.board.leave()
             return Outcome(exit_code=0, objective=found)
         if found is None and self.board.launch.is_first:  # a sweep in other processes finds its runs by this file
             (directory / OVERRIDES).parent.mkdir(parents=True, exist_ok=True)
