@@ -36,7 +36,6 @@ from lightning_unified.step.loop.fault_checked import FaultCheckedOptimization
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.results.progress_metrics import defer_progress_metrics
-from lightning_unified.strategies.launcher import watched
 from lightning_unified.strategies.mapped_resume import MappedResume
 from lightning_unified.strategies.run_interface import RunInterface
 
@@ -117,11 +116,6 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._launcher = watched(self._launcher)
 
     def _resolve_precision(self) -> None:
         """Replace the precision plugin that the Trainer made from its flag by the precision gate's.

@@ -1,4 +1,4 @@
-"""Collectives of a strategy that name the lost rank when they fail."""
+"""A strategy of several ranks that names a lost one, in its collectives and in its launcher."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.step.ranks.consensus import Ranks
+from lightning_unified.strategies.launcher import watched
 
 __all__ = ["NamedLosses"]
 
@@ -19,6 +20,11 @@ class NamedLosses(Strategy):
     """
 
     _ranks: Ranks | None
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = watched(self._launcher)
 
     def _named(self) -> AbstractContextManager[None]:
         ranks = self._ranks

@@ -1,4 +1,4 @@
-"""The launcher of a strategy: starts the other ranks of a machine, and ends all of them soon after one is lost."""
+"""The launcher of a strategy: starts the other ranks of a machine, and ends all after one is lost."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
             process.kill()
 
     def wait(self, timeout: float = _GRACE_S) -> None:
-        """Wait until the processes that this launcher started have ended; kill those that run longer than `timeout` seconds."""
+        """Wait for the end of the processes that this launcher started; kill them after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         for process in self.procs:
             try:
@@ -81,7 +81,6 @@ class WatchedLauncher(_SubprocessScriptLauncher):
         if self.command is None:
             super()._call_children_scripts()
             return
-        self._check_can_spawn_children()
         environment = self.cluster_environment
         os.environ.update(
             MASTER_ADDR=environment.main_address,
@@ -99,7 +98,7 @@ class WatchedLauncher(_SubprocessScriptLauncher):
 def devices_of_launch(
     devices: list[torch.device] | None, environ: Mapping[str, str] = os.environ
 ) -> list[torch.device] | None:
-    """Return one CPU for each process that torchrun started here, where the Trainer was given no number of devices.
+    """Return one CPU for each process that torchrun started here, unless devices were given.
 
     `devices="auto"` means one process on a CPU, and every GPU elsewhere.
     """
@@ -117,7 +116,12 @@ def watched(launcher: Any) -> Any:
 
 @contextmanager
 def _watching(lost: Callable[[], str | None], *, then: Callable[[], None]) -> Iterator[None]:
-    """Watch in a thread during the block: once `lost` returns a reason, end this process 30 seconds later, with code 1."""
+    """Watch the other ranks during the block; once one is lost, end this process 30 seconds later.
+
+    Args:
+        lost: Returns the reason, or None. The exit code is 1.
+        then: Called right before the end.
+    """
     over = threading.Event()
 
     def run() -> None:

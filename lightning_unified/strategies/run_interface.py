@@ -177,7 +177,7 @@ class RunInterface(Strategy):
 
 
 def _name_of_run(environ: Mapping[str, str]) -> str:
-    """Return a name that all ranks of a run share, and no other run of this machine has: the address at which they met."""
+    """Return a name that the ranks of one run share: the address at which they met."""
     return f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
 
 

@@ -195,10 +195,7 @@ class PressureGuard(Callback):
             self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
 
     def _climb(self, trainer: Trainer, top: Rung, pressure: Pressure, *, pressed: bool) -> bool:
-        """Take the next possible rung, outside of windows; return whether one was taken.
-
-        All processes climb together. A rung counts as taken if any process could take it.
-        """
+        """Take the next rung that any process can take, outside of windows; return whether one was taken."""
         if self._rung >= top:
             return False
         said = first_text(trainer, "; ".join(pressure.reasons) or "no reason was read" if pressed else "")

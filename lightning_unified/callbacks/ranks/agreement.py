@@ -22,7 +22,10 @@ def most(trainer: Trainer, value: int) -> int:
 
 
 def first_text(trainer: Trainer, text: str) -> str:
-    """Return the text of the first process that has one, with its number; `""` if none has. All call it together."""
+    """Return the text of the first process that has one, with its number; `""` if none has.
+
+    All processes call it together.
+    """
     if trainer.world_size == 1:
         return text
     ranks = getattr(trainer.strategy, "ranks", None)

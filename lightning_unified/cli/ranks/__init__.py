@@ -1,1 +1,1 @@
-"""A run of several processes on the command line: who started them, and what they share before they are connected."""
+"""A run of several processes: who started them, and what they share before they are connected."""

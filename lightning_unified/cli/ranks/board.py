@@ -1,4 +1,4 @@
-"""Short texts that the ranks of a run share before their processes are connected, and after they have lost each other."""
+"""Short texts that the ranks of a run share before they are connected and after they are lost."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ class Board:
         self._store: Store | None = None
 
     def __reduce__(self) -> tuple[type["Board"], tuple[()]]:
-        """Return how a copy in another process is made: a sweep's launcher starts runs in processes with a place of their own."""
+        """Return how a copy in another process is made, which has a place of its own among the ranks."""
         return Board, ()
 
     def shared(self, key: str, text: str) -> str:
@@ -75,7 +75,10 @@ class Board:
 
     @property
     def _hosts(self) -> bool:
-        """Whether the store ends with this process. torchrun may keep it (torch 2.13, distributed/rendezvous.py)."""
+        """Whether the store ends with this process.
+
+        torchrun may keep it (torch 2.13, distributed/rendezvous.py).
+        """
         kept = self.launch.by == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         return self.launch.is_external and self.launch.is_first and not kept
 
@@ -118,7 +121,10 @@ class Board:
 
 
 def _store_at(address: str, port: int, patience: timedelta, *, hosts: bool) -> "Store":
-    """Return the store at an address. Its host shares one server with the process group, which opens a store there later."""
+    """Return the store at an address.
+
+    Its host shares one server with the process group, which opens a store there later.
+    """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(address, port, is_master=hosts, timeout=patience, wait_for_workers=False, multi_tenant=hosts)

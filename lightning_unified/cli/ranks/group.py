@@ -34,7 +34,10 @@ def own_ranks(trainer: "Trainer", command: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def released(launch: Launch) -> Iterator[None]:
-    """Close the connection to the ranks that a strategy started in the block, so that a sweep's next run may start its own."""
+    """Close the connection to the ranks that a strategy started in the block.
+
+    The next run of a sweep may then start its own. Ranks that another program started stay connected.
+    """
     if launch.by != "user":
         yield
         return

@@ -1,4 +1,4 @@
-"""How this process was started: by a user, by torchrun, by SLURM, or by a strategy that starts its other ranks."""
+"""How this process was started: by a user, torchrun, SLURM, or a strategy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

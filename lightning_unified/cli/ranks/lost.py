@@ -1,4 +1,4 @@
-"""What a user needs to know after a rank is lost: the newest checkpoint, and the command that goes on with fewer ranks."""
+"""What to do after a rank is lost: the newest checkpoint, and the command for fewer ranks."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ def with_advice(
 
 
 def end_soon() -> None:
-    """End this process in 30 seconds if it has not ended by then: a device may wait for the lost rank without end."""
+    """End this process in 30 seconds if it has not ended: a device may wait for the lost rank."""
     timer = threading.Timer(_GRACE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()

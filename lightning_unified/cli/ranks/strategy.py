@@ -15,9 +15,9 @@ _TARGETS = {"unified_ddp": "UnifiedDDPStrategy", "unified_fsdp": "UnifiedFSDPStr
 
 
 def with_strategy(config: DictConfig) -> DictConfig:
-    """Return `config` with the strategy's arguments in place of its name, or `config` itself for other strategies.
+    """Return `config` with the arguments of a unified strategy in place of its name.
 
-    The arguments are those of the group `memory`, as far as the strategy takes them. The saved configuration keeps the name, so that
+    Other strategies stay as they are. The arguments are those of the group `memory`, as far as the strategy takes them. The saved configuration keeps the name, so that
     a resumed run may change the memory options.
     """
     name = config.trainer.strategy

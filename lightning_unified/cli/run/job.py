@@ -112,7 +112,7 @@ class Job:
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)
         except RankError as error:
             end_soon()
-            return Outcome(exit_code=self.board.report(self._with_advice(error, directory)), stops_sweep=True)
+            return Outcome(exit_code=self.board.report(_with_advice(self, error, directory)), stops_sweep=True)
         except Exception as error:
             code = self.board.report(error)
             is_alone = self.board.launch.is_first and HydraConfig.get().mode == RunMode.RUN
@@ -201,17 +201,6 @@ class Job:
             )
         return _outcome(building.callback_of(parts, "GracefulInterrupt"), objective)
 
-    def _with_advice(self, error: RankError, directory: Path) -> RankError:
-        """Return `error` with the newest checkpoint and the command that goes on without the lost ranks."""
-        return with_advice(
-            error,
-            launch=self.board.launch,
-            checkpoint=Path(short(directory / LAST)),
-            program=self.program,
-            resume=resume_override(directory),
-            config=self.config,
-        )
-
     def _resume_command(self, directory: Path) -> str:
         return f"{self.board.launch.command(self.program)} {resume_override(directory)}"
 
@@ -267,6 +256,18 @@ class Job:
             if not parts.throughput.started:
                 raise ConfigurationError(str(error)) from error
             raise
+
+
+def _with_advice(job: Job, error: RankError, directory: Path) -> RankError:
+    """Return `error` with the newest checkpoint and the command that goes on without the lost ranks."""
+    return with_advice(
+        error,
+        launch=job.board.launch,
+        checkpoint=Path(short(directory / LAST)),
+        program=job.program,
+        resume=resume_override(directory),
+        config=job.config,
+    )
 
 
 def _outcome(interrupt: Any, objective: float) -> Outcome:

@@ -1,4 +1,4 @@
-"""Jobs of SLURM: its signal stops all ranks at one step, the job is requeued, and goes on as if undisturbed."""
+"""SLURM's signal stops all ranks at one step, and the requeued job goes on as if undisturbed."""
 
 import json
 import os

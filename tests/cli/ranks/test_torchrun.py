@@ -15,7 +15,7 @@ from lightning_unified.hardware import Sources
 from tests.support import ROOT
 from tests.support.ranks.launched import LIMIT_S, TINY, TRAIN, Launched, real_torchrun, wait_until
 
-README = re.search(r"^torchrun .*train\.py .*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+README = re.search(r"`torchrun ([^`]*train\.py [^`]*)`", (ROOT / "README.md").read_text("utf-8"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 DDP = "trainer.strategy=unified_ddp"
 
@@ -28,7 +28,7 @@ def ran(command, cwd):
 
 def test_the_readmes_line_trains_two_ranks_into_one_directory(tmp_path):
     assert README is not None
-    _, *line = README[0].partition("#")[0].split()
+    line = README[1].split()
     place = line.index("train.py")
     flags, arguments = line[:place], [*line[place + 1 :], *TINY, "trainer.max_steps=2"]
     done = ran([sys.executable, "-m", "torch.distributed.run", *flags, str(TRAIN), *arguments], tmp_path)

@@ -1,4 +1,4 @@
-"""A sweep or run that is started again skips what is done, continues what was interrupted, and runs the rest."""
+"""A sweep that is started again skips what is done, continues the interrupted, runs the rest."""
 
 import json
 import signal

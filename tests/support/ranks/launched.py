@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts: real processes with the variables of torchrun or of SLURM, without their start-up time."""
+"""Ranks as torchrun or SLURM starts them: real processes with the variables of the launcher."""
 
 import os
 import socket

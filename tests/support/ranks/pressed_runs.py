@@ -11,7 +11,7 @@ from tests.trainer.callbacks.pressure.guards import Scripted
 
 
 def pressed(folder: str, strategy: str) -> dict[str, Any]:
-    """Return a run whose second rank is under critical pressure from the start, with the steps that each rank saw."""
+    """Return a run whose second rank is under critical pressure from the start."""
     PressureWatch.start = lambda self: None
     guard = Scripted("critical" if rank() == 1 else "normal", trace=Path(folder, "pressure.jsonl"))
     saving = RunCheckpoint(folder, monitor=None)
