@@ -81,11 +81,17 @@ class HalfUpdatedError(RunError):
 
 
 class GpuFaultError(RunError):
-    """The GPU lost work without an error, and repeating the step does not help or would not be exact."""
+    """The GPU lost work without an error, and repeating the step cannot repair it.
+
+    Either the fault persists, or a repetition would not be exact.
+    """
 
 
 class UndoError(RunError):
-    """A step that is undone changed state that cannot be restored, so training cannot go on exactly."""
+    """A step that must be undone changed state that cannot be restored.
+
+    Training cannot continue exactly.
+    """
 
 
 class RankError(RunError):

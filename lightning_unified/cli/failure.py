@@ -73,7 +73,10 @@ def report_failure(error: BaseException) -> int:
 
 
 def report_interrupt(kept: str = "") -> int:
-    """Print to standard error that Ctrl-C ended the command, and what is `kept`; return the exit code."""
+    """Print that Ctrl-C ended the command, and return the exit code.
+
+    The line goes to standard error. `kept` says which files remain.
+    """
     sys.stderr.write(f"\ninterrupted: {kept or 'nothing was saved'}\n")
     sys.stderr.flush()
     return INTERRUPTED

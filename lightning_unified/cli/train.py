@@ -99,10 +99,10 @@ def _train(arguments: Sequence[str], *, config_path: str, program: str) -> int:
 
 
 def accept_lazy_help(container: Any = argparse._ActionsContainer) -> None:
-    """Let argparse of Python 3.14 accept help that is no text.
+    """Let argparse of Python 3.14 accept help objects that are not strings.
 
     It formats each help text when an option is added. Hydra 1.3 gives an object that becomes text when help is shown, and argparse
-    refuses it as "badly formed help string". To be removed with a release of Hydra that gives text.
+    refuses it as "badly formed help string". A release of Hydra that gives text makes this function superfluous.
     """
     check = getattr(container, "_check_help", None)  # Python 3.14 and later
     if check is None or getattr(check, "accepts_lazy_help", False):
@@ -214,7 +214,7 @@ def _run(
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:
-    """Return the folder of a sweep's runs: `run_dir` if given, else a new folder named after the time."""
+    """Return the folder of a sweep's runs: `run_dir`, or a new folder named after the time."""
     for override in parse_overrides(overrides):
         if key_of(override) in {"run_dir", "hydra.sweep.dir"}:
             return Path(str(override.value()))
@@ -235,7 +235,7 @@ def _all_finished(folder: Path) -> bool:
 
 
 def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], Any]) -> int:
-    """Run `task` in Hydra's application with `arguments` as its command line, and return the exit code.
+    """Run `task` as a Hydra application on `arguments`, and return the exit code.
 
     Raises:
         ConfigurationError: If Hydra cannot compose the configuration or create its folder.

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["RunFigures", "RunRecord", "RunStatus", "parse_record"]
 
-_RECENT = 30  # records: the last minute at two seconds each, and so many steps if they take longer
+_RECENT = 30  # records: the last minute at two seconds each; as many steps if they take longer
 
 log = logging.getLogger("lightning_unified")
 
@@ -101,7 +101,7 @@ class RunRecord:
 
 
 def parse_record(text: str) -> RunRecord | None:
-    """Return the record in `text`; None if it holds none, or one of another version of this package."""
+    """Return the record in `text`; None without one, or if another version wrote it."""
     try:
         flat = json.loads(text)
         own = {field.name: flat[field.name] for field in fields(RunRecord) if field.name != "figures"}

@@ -221,7 +221,10 @@ def _resolved(config: DictConfig) -> DictConfig:
 
 
 def relocated(config: DictConfig, directory: Path) -> DictConfig:
-    """Return `config` with its paths rewritten to `directory`: the run was moved, or `run_dir` was given."""
+    """Return `config` with its paths rewritten to `directory`.
+
+    This is needed if the run was moved, or if `run_dir` was given.
+    """
     old, new = str(config.run_dir), str(directory)
 
     def moved(value: Any) -> Any:

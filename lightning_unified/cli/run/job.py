@@ -288,7 +288,7 @@ def _is_interrupt(error: BaseException) -> bool:
 
 
 def _own_lines() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which lines begin with the run's name, if a launcher runs several at once."""
+    """Return a context that puts the run's name before each line, if several runs are parallel."""
     hydra = HydraConfig.get()
     alone = hydra.mode == RunMode.RUN or str(hydra.launcher.get("_target_")).endswith("BasicLauncher")
     return contextlib.nullcontext() if alone else labelled(hydra.job.override_dirname or str(hydra.job.id))

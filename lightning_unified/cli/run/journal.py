@@ -1,4 +1,7 @@
-"""Events of a run, appended to `events.jsonl` as they happen, so that a killed run leaves them too."""
+"""Events of a run, appended to `events.jsonl` as they happen.
+
+A killed run leaves them too.
+"""
 
 import json
 import logging

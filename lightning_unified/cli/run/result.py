@@ -82,7 +82,9 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
 
 
 def objective_of(checkpoints: Any, validation: Mapping[str, float]) -> float:
-    """Return the best value of the metric that decides `best.ckpt`, for a sweeper; NaN if there is none.
+    """Return the best value of the metric that decides `best.ckpt`; NaN if there is none.
+
+    Sweepers optimize it.
 
     Args:
         checkpoints: The run's `RunCheckpoint`; None, or one without a metric, stands for the last validation loss.
@@ -205,7 +207,10 @@ def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
 
 
 def _nonfinite(parts: Parts) -> dict[str, int] | None:
-    """Return the optimizer steps whose gradients held NaN or Inf; None if no `GradientHealth` counted."""
+    """Return the number of optimizer steps with NaN or Inf gradients.
+
+    None if no `GradientHealth` counted them.
+    """
     health = callback_of(parts, "GradientHealth")
     if health is None:
         return None

@@ -70,7 +70,9 @@ def show_changes(directory: Path, changes: Sequence[Change]) -> None:
 
 
 def show_start(config: DictConfig, machine: Machine, *, module: LightningModule, given: Sequence[str] = ()) -> None:
-    """Print in at most ten lines what runs, and how it uses the machine; `config.yaml` holds all settings.
+    """Print what runs and how it uses the machine, in at most ten lines.
+
+    `config.yaml` holds all settings.
 
     The effective settings come from the Trainer that `module` is attached to, not from the request.
     """
@@ -156,9 +158,9 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Text:
     return Text("\n").join(lines)
 
 
-def _shortened(text: str, *, column: int = 9) -> str:
-    most = max(30, _CONSOLE.width - column)
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _shortened(text: str) -> str:
+    width = max(30, _CONSOLE.width - 9)  # beside the column of names
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _show(*parts: Text) -> None:

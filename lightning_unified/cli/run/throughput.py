@@ -13,7 +13,7 @@ __all__ = ["Throughput"]
 
 
 class Throughput(Callback):
-    """Count samples, scored tokens and seconds of this process's training batches, and log the speed.
+    """Count samples, scored tokens and seconds of this process's batches, and log the speed.
 
     Tokens are labels other than -100 under the batch key `labels`, else the True entries of a boolean `mask`. A batch without
     either counts samples only. The sum stays on the device until it is read, so no step waits for it. Every `log_every_n_steps`

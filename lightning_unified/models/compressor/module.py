@@ -22,7 +22,7 @@ __all__ = ["Compressor"]
 
 
 class Compressor(TextCodec):
-    """A policy that chooses the tokens to keep, and a reader that restores or continues the text.
+    """A policy that chooses the tokens to keep, and a reader that restores or continues texts.
 
     The reader is a language model. Both share one loss: the reader's cross-entropy plus the price of kept tokens (see `objective.estimators`). Each part is a sum
     divided by the whole batch's number of terms. `prepare_batch` counts these before the batch is split, and draws the random numbers

@@ -1,4 +1,4 @@
-"""Check a command of the manual without running it: parser, configuration, Makefile, extras, files."""
+"""Check a command of the manual unrun: parser, configuration, Makefile, extras, files."""
 
 import argparse
 import contextlib
@@ -167,7 +167,7 @@ def _composes(overrides: tuple[str, ...], *, sweep: bool) -> str:
 
 @functools.cache
 def _keys(chosen: tuple[str, ...]) -> set[str]:
-    """Return the keys, and the keys that hold keys, of the configuration that these choices compose."""
+    """Return the keys, and the keys that hold keys, of the configuration of these choices."""
     with searching(str(ROOT / "conf")):
         leaves = flat(composed(list(chosen)).config)
     return {".".join(key.split(".")[:count]) for key in leaves for count in range(1, key.count(".") + 2)}
