@@ -92,6 +92,26 @@ def test_a_killed_rank_ends_the_others_with_the_command_to_go_on(tmp_path, lost)
 
 
 @pytest.mark.slow
+def test_torchruns_signal_after_a_loss_does_not_hide_the_error(tmp_path):
+    """It sends SIGTERM to the other ranks at once."""
+    options = ["trainer.max_steps=100000", "callbacks.checkpoint.every_n_steps=1", "run_dir=run"]
+    command = real_torchrun(TRAIN, DDP, *TINY, *options, size=3, cwd=tmp_path)
+    torchrun = subprocess.Popen(
+        [*command, "data.batch_size=6"], cwd=tmp_path, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True
+    )
+    try:
+        wait_until(lambda: list(tmp_path.glob("run/checkpoints/last.ckpt")), lambda: torchrun.poll() is None)
+        os.kill(children_of(torchrun.pid)[1], signal.SIGKILL)
+        _, err = torchrun.communicate(timeout=120)
+    finally:
+        torchrun.kill()
+
+    assert torchrun.returncode == 1
+    assert err.count("error: no answer from rank ") == 1
+    assert "Go on with 2 of 3 ranks: torchrun --standalone --nproc-per-node 2 " in err
+
+
+@pytest.mark.slow
 def test_the_strategys_own_launcher_ends_with_code_1_and_no_orphans(tmp_path):
     options = ["trainer.max_steps=100000", "callbacks.checkpoint.every_n_steps=1", "run_dir=run", "trainer.devices=2"]
     command = [sys.executable, str(TRAIN), DDP, *TINY, *options]
