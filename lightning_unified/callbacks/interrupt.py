@@ -21,6 +21,7 @@ from lightning_unified.callbacks.loops import call_off_validation, window_is_ope
 from lightning_unified.callbacks.ranks.agreement import most
 from lightning_unified.callbacks.ranks.requeue import Requeue, requeue_of, signal_named
 from lightning_unified.callbacks.stopping import kept_state, restore_limits, stop_cleanly
+from lightning_unified.errors import RankError
 from lightning_unified.terminal import say
 
 __all__ = ["GracefulInterrupt"]
@@ -164,6 +165,8 @@ class GracefulInterrupt(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RankError) and exception.missing and self.resume_command is None:
+            _write(kept_state(trainer, command=None).replace("Go on with:", "Go on, with fewer devices:"))
         self._running = False
         restore_limits(trainer)
         self._hand_back()
@@ -181,8 +184,7 @@ class GracefulInterrupt(Callback):
         failure = trainer.strategy.broadcast(failure) if trainer.world_size > 1 else failure
         self.is_requeued = failure is None
         if trainer.is_global_zero:
-            job = self._requeue.job
-            say(f"SLURM job {job} is requeued." if failure is None else f"SLURM job {job} is not requeued: {failure}")
+            say(f"SLURM job {self._requeue.job} is {'requeued.' if failure is None else f'not requeued: {failure}'}")
 
     def _install(self) -> None:
         for number in self._before:

@@ -92,7 +92,10 @@ def _train(arguments: Sequence[str], *, config_path: str, program: str) -> int:
             multirun=flags.multirun,
             config_path=config_path,
             config_dir=flags.config_dir,
-            keeps_record=saved is None and not goes_on and board.launch.is_first,
+            # A continued run writes its overrides itself once it has started, so a refused one leaves the saved run unchanged. The first
+            # of several ranks makes the run's directory.
+            quiet=([] if saved is None and not goes_on and board.launch.is_first else ["hydra.output_subdir=null"])
+            + ([] if board.launch.is_first else ["hydra.run.dir=."]),
         )
     except (Exception, KeyboardInterrupt) as error:
         return board.report(error)
@@ -188,7 +191,7 @@ def _run(
     multirun: bool,
     config_path: str,
     config_dir: str | None,
-    keeps_record: bool,
+    quiet: Sequence[str],
 ) -> int:
     codes = [0]
 
@@ -200,10 +203,7 @@ def _run(
         return outcome.objective
 
     flags = (["--multirun"] if multirun else []) + (["--config-dir", config_dir] if config_dir else [])
-    # A resumed run writes its overrides itself once it has started, so a refused one leaves the saved run unchanged.
-    flags += [] if keeps_record else ["hydra.output_subdir=null"]
-    if not Board().launch.is_first:
-        flags.append("hydra.run.dir=.")  # the first rank makes the run's directory
+    flags += quiet
     folder = _sweep_folder(overrides)
     named = [
         f"hydra.sweep.dir={quoted(folder)}",
