@@ -112,7 +112,10 @@ def parse_record(text: str) -> RunRecord | None:
 
 
 def _figures_in(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures in a record; those that an earlier version did not write have their defaults."""
+    """Return the figures in a record.
+
+    Those that an earlier version did not write have their defaults.
+    """
     return {one.name: flat[one.name] for one in fields(RunFigures) if one.name in flat or one.default is MISSING}
 
 

@@ -184,4 +184,4 @@ def is_train(pid):
 
 
 def step_of(text):
-    return int(re.search(r"of step (\d+)", text)[1])
+    return int(re.findall(r"of step (\d+)", text)[0])
