@@ -1,6 +1,6 @@
 """Train any LightningModule inside a memory budget.
 
-`import lightning_unified` registers the strategies `"unified"` and `"unified_ddp"` with Lightning, before or after Lightning is imported. It imports
+`import lightning_unified` registers the strategies `"unified"`, `"unified_ddp"` and `"unified_fsdp"` with Lightning, before or after Lightning is imported. It imports
 neither torch nor Lightning, so a project that only reads this package's configuration does not wait for them.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_unified.planner.predict import plan, predict
     from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
     from lightning_unified.step.recovery.oom import is_out_of_memory
-    from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
+    from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedFSDPStrategy, UnifiedStrategy
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -43,6 +43,7 @@ __all__ = [
     "RowRules",
     "RunCheckpoint",
     "UnifiedDDPStrategy",
+    "UnifiedFSDPStrategy",
     "UnifiedStrategy",
     "is_out_of_memory",
     "plan",
@@ -66,6 +67,7 @@ _HOMES = {
     "RowRules": "micro_batches",
     "RunCheckpoint": "callbacks",
     "UnifiedDDPStrategy": "strategies",
+    "UnifiedFSDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",
     "is_out_of_memory": "step.recovery.oom",
     "plan": "planner.predict",

@@ -1,4 +1,4 @@
-"""Register `"unified"` and `"unified_ddp"` with Lightning, now or when Lightning is imported.
+"""Register `"unified"`, `"unified_ddp"` and `"unified_fsdp"` with Lightning, now or when Lightning is imported.
 
 This module stays at the top of the package: importing `strategies` would import Lightning.
 """
@@ -41,10 +41,16 @@ def _add_names(strategies: ModuleType) -> None:
                 description=f"Trains on several devices, each inside a memory budget, with `start_method` '{start_method}'.",
                 start_method=start_method,
             )
+            registry.register(
+                f"unified_fsdp{suffix}",
+                _unified_fsdp,
+                description=f"Divides a module over several devices (FSDP2) inside a memory budget, with `start_method` '{start_method}'.",
+                start_method=start_method,
+            )
 
     fabric = getattr(sys.modules.get(_FABRICS_HOME), "STRATEGY_REGISTRY", None)
     if fabric is not None and "unified" not in fabric:
-        for name in ("unified", "unified_ddp"):
+        for name in ("unified", "unified_ddp", "unified_fsdp"):
             fabric.register(
                 name, _not_for_fabric, description="For lightning.Trainer only; raises an error in Fabric.", asked=name
             )
@@ -63,6 +69,10 @@ def _unified(**options: Any) -> Any:
 
 def _unified_ddp(**options: Any) -> Any:
     return importlib.import_module("lightning_unified.strategies").UnifiedDDPStrategy(**options)
+
+
+def _unified_fsdp(**options: Any) -> Any:
+    return importlib.import_module("lightning_unified.strategies").UnifiedFSDPStrategy(**options)
 
 
 class _AfterLightning(importlib.abc.MetaPathFinder):

@@ -8,7 +8,36 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.printed import Printed
 from lightning_unified.cost_model.search import Candidate
 
-__all__ = ["Plan"]
+__all__ = ["Layout", "Plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A step on several devices under one strategy, with or without activation checkpointing.
+
+    Attributes:
+        strategy: `"unified_ddp"` or `"unified_fsdp"`.
+        hold: What a rank of `unified_fsdp` holds whole during a step: `"parameters"` or `"shards"`; empty for `unified_ddp`.
+        recompute: Modules under activation checkpointing, in words.
+        micro_batch_size: Rows of the largest micro-batch of a device.
+        parts: Number of micro-batches in a step.
+        peak_bytes: Peak of tensors on a device.
+        reserved_bytes: Peak of bytes that a device's allocator reserves.
+        seconds: Predicted seconds of a step, communication included.
+        link_seconds: Seconds of it that the link is busy, overlapped or not.
+        fits: Whether `reserved_bytes` is within the budget of a device.
+    """
+
+    strategy: str
+    hold: str
+    recompute: str
+    micro_batch_size: int
+    parts: int
+    peak_bytes: int
+    reserved_bytes: int
+    seconds: float
+    link_seconds: float | None
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +56,10 @@ class Plan(Printed):
         prediction: Predicted memory and time of a step; None if nothing was predicted.
         predicted_peak_bytes: Predicted reading of the device's peak counter, including bytes the process held before; None
             without a prediction.
+        devices: Number of devices; every figure is that of one of them.
+        strategy: `"unified_ddp"`, `"unified_fsdp"` or `"fsdp"` for several devices; empty for one.
+        hold: What a rank of `unified_fsdp` holds whole during a step: `"parameters"` or `"shards"`; else empty.
+        layouts: Strategies of several devices with and without activation checkpointing, compared.
         alternatives: Other plans the search compared, fitting ones first.
         reasons: Reason of each decision, by attribute name.
     """
@@ -41,6 +74,10 @@ class Plan(Printed):
     attention: str | None = None
     prediction: Prediction | None = None
     predicted_peak_bytes: int | None = None
+    devices: int = 1
+    strategy: str = ""
+    hold: str = ""
+    layouts: tuple[Layout, ...] = ()
     alternatives: tuple[Candidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 

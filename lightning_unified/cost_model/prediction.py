@@ -36,6 +36,10 @@ class Prediction(Printed):
         generation_bytes: Peak of the generation that precedes the step, by formula, with gradients and optimizer state beside
             it; 0 without generation.
         generation_seconds: Seconds of that generation, by formula; part of `seconds`.
+        devices: Number of devices that train together; every figure is that of one of them.
+        strategy: `"unified_ddp"`, `"unified_fsdp"` or `"fsdp"` for several devices; empty for one.
+        sent_bytes: Bytes that the device sends to the others in a step.
+        link_seconds: Seconds that its link is busy in a step, overlapped or not; None for one device.
     """
 
     peak_bytes: int
@@ -52,6 +56,10 @@ class Prediction(Printed):
     validation: "Prediction | None" = None
     generation_bytes: int = 0
     generation_seconds: float = 0.0
+    devices: int = 1
+    strategy: str = ""
+    sent_bytes: int = 0
+    link_seconds: float | None = None
 
     @property
     def step_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The phases of one fit, whose plans share their dry runs."""
 
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
 
 __all__ = ["Phases"]
 
@@ -15,13 +15,14 @@ class Phases:
     def __init__(self) -> None:
         self._first: StepTraces | None = None
 
-    def traces(self, step: StepSpec, *, limits: SizeLimits) -> StepTraces:
+    def traces(self, step: StepSpec, *, limits: SizeLimits, counted: CountedMemory | None = None) -> StepTraces:
         """Return the traces of the next phase.
 
         Args:
             step: The phase's step, of the same module and Trainer as the phases before.
             limits: The micro-batch sizes that are allowed.
+            counted: The memory to count beside the tensors of a step.
         """
-        found = StepTraces(step, limits=limits, like=self._first)
+        found = StepTraces(step, limits=limits, counted=counted, like=self._first)
         self._first = self._first or found
         return found

@@ -19,7 +19,8 @@ from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.prediction import Prediction, counted_peak, summarise
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
-from lightning_unified.cost_model.rates.cost import sampling_seconds, step_seconds
+from lightning_unified.cost_model.rates.cost import communication, sampling_seconds, step_seconds
+from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
@@ -66,12 +67,19 @@ class Planner:
     Args:
         rates: The speeds of the machine. Without them `predict` gives no seconds; `choose` gets its own.
         calibration: Corrections from earlier runs on the machine; None corrects nothing.
+        link: The link to the other devices of the step; None for a step on one device.
     """
 
     def __init__(
-        self, traces: StepTraces, *, rates: Rates | None = None, calibration: Calibration | None = None
+        self,
+        traces: StepTraces,
+        *,
+        rates: Rates | None = None,
+        calibration: Calibration | None = None,
+        link: Link | None = None,
     ) -> None:
-        self._traces, self._rates, self._calibration = traces, rates, calibration
+        self._traces, self._calibration, self._link = traces, calibration, link
+        self._rates = None if rates is None else replace(rates, link=link)
         self._bytes = _CorrectedBytes(traces.counted.allocator, calibration)
         self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._begun, self._before = time.monotonic(), 0
@@ -113,6 +121,7 @@ class Planner:
         Raises:
             DryRunError: If the step cannot be traced.
         """
+        rates = replace(rates, link=self._link)
         self._begun, self._rates = time.monotonic(), rates
         self._before = self._traces.operations
         with no_collection():
@@ -267,7 +276,8 @@ class Planner:
             planning_seconds=time.monotonic() - self._begun,
             settings=self._bytes.allocator,
         )
-        return replace(found, parts=parts)
+        sent, busy = communication(trace, self._link, parts=parts)
+        return replace(found, parts=parts, sent_bytes=sent, link_seconds=busy)
 
 
 def is_under(combination: Combination, candidate: Candidate) -> bool:

@@ -10,25 +10,25 @@ import torch
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates, typical_rates
-from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
-from lightning_unified.errors import BudgetError, ConfigurationError, DryRunError
-from lightning_unified.hardware import parse_spec, read, resolve_budget
+from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.attention import AskedAttention, attention_choices, check_attention
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk, chunk_choices
 from lightning_unified.planner.arguments import check_recompute, check_step_arguments
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.devices import DeviceGroup, backend_of, budget_bytes, calibration_of, speeds_of
+from lightning_unified.planner.devices.layouts import compared_layouts
+from lightning_unified.planner.devices.planners import Planners
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.other_phases import plan_validation, with_generation
 from lightning_unified.planner.phases import Phases
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
+from lightning_unified.planner.step_traces import SizeLimits, StepTraces
 
 __all__ = ["plan", "plan_many", "predict"]
 
-_BACKENDS = ("cpu", "cuda", "rocm", "mps")
 _UNALIGNED = "not measured, because the machine is not this one; no multiple of rows is preferred"
 _ALL, _NONE = RecomputePolicy(blocks="all"), RecomputePolicy(blocks=0)
 
@@ -48,6 +48,10 @@ def predict(
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
+    devices: int = 1,
+    strategy: Literal["ddp", "fsdp", "unified_ddp", "unified_fsdp"] | None = None,
+    hold: Literal["auto", "parameters", "shards"] = "auto",
+    link: str | float | None = None,
 ) -> Prediction:
     """Predict a training step's memory and time on a device, which need not be here.
 
@@ -68,10 +72,15 @@ def predict(
         rates: The speeds of the machine; None predicts no seconds.
         trainer: The Trainer of the fit, with its callbacks, clipping and accumulation; None for a default Trainer.
         validation_batch: A whole batch as `validation_step` gets it, to predict `validation` too; None leaves that out.
+        devices: The number of devices that train together, each with a batch as large as `batch`. The figures are those of one.
+        strategy: For several devices, `"ddp"` or `"unified_ddp"` (a copy of the module on each), `"unified_fsdp"`, or `"fsdp"` (FSDP2
+            alone, as Lightning's `ModelParallelStrategy` runs it: without scratch memory and copies for a recovery).
+        hold: What a rank of `unified_fsdp` holds whole during a step, as `UnifiedFSDPStrategy` takes it; `"auto"` is `"parameters"` here.
+        link: The link between the devices: a name such as `"nvlink4"`, or bytes a second; None for the published one.
 
     Raises:
         DryRunError: If the step cannot be traced.
-        ConfigurationError: If the device is not one of these.
+        ConfigurationError: If the device is not one of these, or the devices, the strategy or the link are not.
     """
     check_step_arguments(module, batch, micro_batch_size=micro_batch_size, trainer=trainer, rates=rates)
     check_recompute(recompute, others=(None,), policies=True)
@@ -87,14 +96,19 @@ def predict(
         loss_chunk=loss_chunk,
         attention=attention,
     )
-    step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
-    planner = Planner(StepTraces(step, counted=CountedMemory(updates=optimizer_step)), rates=rates)
-    found = planner.predict(combination, micro_batch_size=micro_batch_size)
-    if validation_batch is None:
-        return found
-    validation = plan_validation(
-        _validation(step, validation_batch, loss_chunk=loss_chunk, attention=attention), limit=None
-    )
+    backend, name = backend_of(device), "" if rates is None else rates.name
+    group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=name)
+    group = group.holding(hold, module, budget_bytes=None)
+    step = group.step(StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer))
+    traces = StepTraces(step, counted=group.counted(module, updates=optimizer_step))
+    with group.entered():
+        found = Planner(traces, rates=rates, link=group.link).predict(combination, micro_batch_size=micro_batch_size)
+        found = group.in_prediction(found)
+        if validation_batch is None:
+            return found
+        validation = plan_validation(
+            _validation(step, validation_batch, loss_chunk=loss_chunk, attention=attention), limit=None
+        )
     return replace(found, validation=validation.prediction)
 
 
@@ -114,6 +128,10 @@ def plan(
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
     phases: Phases | None = None,
+    devices: int = 1,
+    strategy: Literal["ddp", "fsdp", "unified_ddp", "unified_fsdp"] | None = None,
+    hold: Literal["auto", "parameters", "shards"] = "auto",
+    link: str | float | None = None,
 ) -> Plan:
     """Return the plan of least predicted step time that fits into `budget`.
 
@@ -134,6 +152,10 @@ def plan(
         trainer: As in `predict`.
         validation_batch: A whole batch as `validation_step` gets it; the plan then includes its micro-batches.
         phases: One object for the plans of all phases of a fit, as `Phases` describes it.
+        devices: As in `predict`; the budget is that of one device.
+        strategy: As in `predict`. The plan's `layouts` compare both strategies, with and without activation checkpointing.
+        hold: As in `predict`; `"auto"` chooses by the budget, as the strategy does.
+        link: As in `predict`.
 
     Returns:
         The plan. If nothing fits, its `prediction` and `micro_batch_size` are None, and `reasons["micro_batch_size"]` names plans that
@@ -148,26 +170,39 @@ def plan(
     check_recompute(recompute, others=("auto",))
     check_chunk(loss_chunk)
     check_attention(attention)
-    step = StepSpec(module=module, batch=batch, backend=_backend(device), precision=precision, trainer=trainer)
-    count = _bytes_of(budget, device)
-    calibration = _calibration(device) if rates is None else None
-    known, speeds = _speeds(device, rates=rates, calibration=calibration)
-    traces = (phases or Phases()).traces(step, limits=SizeLimits(micro_batch_size=micro_batch_size))
-    planner = Planner(traces, calibration=calibration)
+    backend, count = backend_of(device), budget_bytes(budget, device)
+    calibration = calibration_of(device) if rates is None else None
+    known, speeds = speeds_of(device, rates=rates, calibration=calibration)
+    group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=known.name)
+    group = group.holding(hold, module, budget_bytes=count)
+    step = StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer)
+    planners = Planners(
+        step, group, SizeLimits(micro_batch_size=micro_batch_size), phases=phases or Phases(), calibration=calibration
+    )
     combinations = _combinations(
         module,
         precision,
         recompute=recompute,
         optimizer_kernel=optimizer_kernel,
-        loss_chunk=loss_chunk,
-        attentions=attention_choices(module, attention, backend=_backend(device)),
+        loss_chunk=group.loss_chunk(loss_chunk),
+        attentions=attention_choices(module, attention, backend=backend),
     )
-    choice = planner.choose(combinations, budget_bytes=count, rates=known)
-    found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
-    alignment = None if calibration is None else calibration.alignment
-    aligned = _UNALIGNED if alignment is None else alignment.describe()
-    found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
-    return found if validation_batch is None else _with_validation(found, step, validation_batch, traces)
+    with group.entered():
+        planner = planners.of(group)
+        choice = planner.choose(combinations, budget_bytes=count, rates=known)
+        found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
+        if group.strategy is not None:
+            compared = [(str(one.strategy), one.hold or "", planners.of(one)) for one in group.layouts()]
+            layouts = compared_layouts(
+                compared, combinations[0], policies=recompute_policies(module), budget_bytes=count, rates=known
+            )
+            found = group.in_plan(found, layouts)
+        alignment = None if calibration is None else calibration.alignment
+        aligned = _UNALIGNED if alignment is None else alignment.describe()
+        found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
+        if validation_batch is None:
+            return found
+        return _with_validation(found, group.step(step), validation_batch, planners.traces)
 
 
 def plan_many(
@@ -182,6 +217,10 @@ def plan_many(
     loss_chunk: AskedChunk = "auto",
     attention: AskedAttention = "auto",
     trainer: L.Trainer | None = None,
+    devices: int = 1,
+    strategy: str | None = None,
+    hold: Literal["auto", "parameters", "shards"] = "auto",
+    link: str | float | None = None,
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
 
@@ -193,19 +232,26 @@ def plan_many(
     """
     check_attention(attention)
     options: dict[str, Any] = {"recompute": recompute, "optimizer_kernel": optimizer_kernel, "loss_chunk": loss_chunk}
-    planners: dict[str, Planner] = {}
-    plans = {}
+    traces: dict[tuple[str, str | None], StepTraces] = {}
+    limits, plans = SizeLimits(micro_batch_size=micro_batch_size), {}
     for name, (backend, count, rates) in machines.items():
-        if backend not in planners:
-            step = StepSpec(module=module, batch=batch, backend=_backend(backend), precision=precision, trainer=trainer)
-            planners[backend] = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=micro_batch_size)))
-        planner = planners[backend]
         known = rates or tabled_rates(name) or typical_rates(backend)
-        attentions = attention_choices(module, attention, backend=_backend(backend))
+        group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend_of(backend), name=known.name)
+        group = group.holding(hold, module, budget_bytes=count)
+        key = backend, group.hold
+        if key not in traces:
+            step = StepSpec(
+                module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer
+            )
+            traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
+        planner = Planner(traces[key], link=group.link)
+        attentions = attention_choices(module, attention, backend=backend_of(backend))
+        options["loss_chunk"] = group.loss_chunk(loss_chunk)
         combinations = _combinations(module, precision, attentions=attentions, **options)
-        choice = planner.choose(combinations, budget_bytes=count, rates=known)
-        found = _plan(planner, choice, precision=precision, budget_bytes=count)
-        plans[name] = _with_generation(found, module, batch)
+        with group.entered():
+            choice = planner.choose(combinations, budget_bytes=count, rates=known)
+            found = _plan(planner, choice, precision=precision, budget_bytes=count)
+        plans[name] = group.in_plan(_with_generation(found, module, batch))
     return plans
 
 
@@ -291,57 +337,3 @@ def _with_validation(found: Plan, step: StepSpec, batch: Any, traces: StepTraces
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
     prediction = replace(found.prediction, validation=validation.prediction)
     return replace(found, prediction=prediction, reasons={**found.reasons, "validation": validation.reason})
-
-
-def _backend(device: str | torch.device) -> str:
-    name = str(device).partition(":")[0]
-    if name not in _BACKENDS:
-        raise ConfigurationError(f"device={str(device)!r}: steps are predicted for {', '.join(_BACKENDS)}.")
-    return "rocm" if name == "cuda" and torch.version.hip else name
-
-
-def _bytes_of(spec: str | int, device: str | torch.device) -> int:
-    written = parse_spec(spec)
-    if written.kind == "bytes":
-        return int(written.amount)
-    if not _is_here(device):
-        raise BudgetError(f"budget={spec!r} depends on {device}, which is not here; give an amount, as in 16GiB.")
-    return resolve_budget(spec, read(_real(device))).bytes
-
-
-def _real(device: str | torch.device) -> torch.device:
-    return torch.device(str(device).replace("rocm", "cuda"))
-
-
-def _is_here(device: str | torch.device) -> bool:
-    real = _real(device).type
-    if real == "cuda" and (torch.version.hip is None) == (_backend(device) == "rocm"):
-        return False
-    return {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(real, lambda: True)()
-
-
-def _speeds(device: str | torch.device, *, rates: Rates | None, calibration: Calibration | None) -> tuple[Rates, str]:
-    """Return the speeds to plan with, and their source in words."""
-    if rates is not None:
-        return rates, f"of {rates.name}, as given"
-    if calibration is not None:
-        assert calibration.rates is not None
-        return calibration.rates, f"of {calibration.rates.name}, measured"
-    typical = typical_rates(_backend(device))
-    return (
-        typical,
-        f"of {typical.name}, published; {device} is not here to be measured, and rates=tabled_rates(…) names another",
-    )
-
-
-def _calibration(device: str | torch.device) -> Calibration | None:
-    """Return the kept measurements of a device; None if this machine has no such device.
-
-    Its speeds and the gain of aligned sizes are measured now if they never were.
-    """
-    if not _is_here(device):
-        return None
-    real = _real(device)
-    known = Calibration.of(read(real))
-    known.speeds(real)
-    return known

@@ -44,12 +44,14 @@ class CountedMemory:
         updates: Whether the step writes weights; if not, the optimizer's memory is left out.
         workspaces: Whether to count memory that the backend's libraries take for themselves; a simulated machine has none.
         reduction_bytes: Bytes that the device holds during the whole step to average gradients over ranks; counted as a workspace.
+        reducing_ranks: Ranks over which gradients are summed after the last backward pass; 1 sums nothing.
         allocator: Settings of the machine's allocator.
     """
 
     updates: bool = True
     workspaces: bool = True
     reduction_bytes: int = 0
+    reducing_ranks: int = 1
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
 
@@ -196,6 +198,11 @@ class StepTraces:
         def traced(*size: int, **other: Any) -> Trace:
             trace = dry_runs.step(*size, **other)
             self.operations += sum(isinstance(event, Work) for event in trace.events)
-            return adjusted(trace, updates=self.counted.updates, reduction_bytes=self.counted.reduction_bytes)
+            return adjusted(
+                trace,
+                updates=self.counted.updates,
+                reduction_bytes=self.counted.reduction_bytes,
+                reducing_ranks=self.counted.reducing_ranks,
+            )
 
         return traced

@@ -7,7 +7,7 @@ Lines hold only where the step runs the same operations at both sizes. Elsewhere
 Every trace is then adjusted: memory outside the step is added, and operations that the real step skips are removed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,8 +15,9 @@ from lightning_unified.cost_model.backends import with_workspaces
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
+from lightning_unified.cost_model.rates.links import reduced_bytes
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
-from lightning_unified.cost_model.trace.trace import Event, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import Collective, Event, Take, Trace, Work
 
 __all__ = ["TracedSizes", "adjusted"]
 
@@ -202,15 +203,16 @@ class TracedSizes:
         return replace(trace, events=(Work(op="batch", phase="setup"), waiting, *trace.events))
 
 
-def adjusted(trace: Trace, *, updates: bool, reduction_bytes: int) -> Trace:
+def adjusted(trace: Trace, *, updates: bool, reduction_bytes: int, reducing_ranks: int = 1) -> Trace:
     """Adjust a trace for memory outside the step and for operations that the real step skips.
 
     Args:
         trace: From a dry run.
         updates: Whether the step writes weights; if not, optimizer state and the optimizer step are removed.
         reduction_bytes: Bytes that the device holds during the whole step to average gradients over ranks; added as a workspace.
+        reducing_ranks: Ranks over which gradients are summed after the last backward pass; 1 sums nothing.
     """
-    trace = _with_reduction(trace, reduction_bytes)
+    trace = _with_all_reduce(_with_reduction(trace, reduction_bytes), ranks=reducing_ranks)
     return trace if updates else _without_optimizer(trace)
 
 
@@ -221,6 +223,32 @@ def _with_reduction(trace: Trace, count: int) -> Trace:
     taken = (event.storage for event in trace.events if isinstance(event, Take))
     scratch = Take(storage=max(taken, default=0) + 1, bytes=count, category="workspaces")
     return replace(trace, events=(Work(op="reduction over ranks", phase="setup"), scratch, *trace.events))
+
+
+def _with_all_reduce(trace: Trace, *, ranks: int) -> Trace:
+    """Add the reduction of all gradients over the ranks, before the update.
+
+    It runs where the gradients lie, so it takes no memory but that of `_with_reduction`.
+    """
+    if ranks == 1:
+        return trace
+    begins = next(
+        (at for at, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"), 0
+    )
+    gradients = _gradients(trace.events[:begins]) or _gradients(
+        trace.events
+    )  # of the step before: as many again follow
+    at = next((at for at, event in enumerate(trace.events) if _begins_update(event)), len(trace.events))
+    summed = Collective("all-reduce", "optimizer step", sent=reduced_bytes(gradients, ranks=ranks), overlaps=False)
+    return replace(trace, events=(*trace.events[:at], summed, *trace.events[at:]))
+
+
+def _gradients(events: Sequence[Event]) -> int:
+    return sum(event.bytes for event in events if isinstance(event, Take) and event.category == "gradients")
+
+
+def _begins_update(event: Event) -> bool:
+    return isinstance(event, Work) and event.phase == "optimizer step"
 
 
 def _without_optimizer(trace: Trace) -> Trace:

@@ -1,10 +1,10 @@
-"""The strategies that a Trainer takes: `unified` and `unified_ddp`."""
+"""The strategies that a Trainer takes: `unified`, `unified_ddp` and `unified_fsdp`."""
 
 import lightning
 
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["UnifiedDDPStrategy", "UnifiedStrategy"]
+__all__ = ["UnifiedDDPStrategy", "UnifiedFSDPStrategy", "UnifiedStrategy"]
 
 
 def require_tested_lightning(version: str) -> None:
@@ -23,4 +23,5 @@ def require_tested_lightning(version: str) -> None:
 require_tested_lightning(lightning.__version__)  # before modules that import private names of Lightning
 
 from lightning_unified.strategies.ddp import UnifiedDDPStrategy  # noqa: E402
+from lightning_unified.strategies.fsdp import UnifiedFSDPStrategy  # noqa: E402
 from lightning_unified.strategies.unified import UnifiedStrategy  # noqa: E402

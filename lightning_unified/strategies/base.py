@@ -162,7 +162,7 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
         progress = loop.automatic_optimization.optim_progress
         self._loop = loop.automatic_optimization = self._optimization(trainer)
         self._loop.optim_progress = progress
-        self._evaluations = EvaluationSteps(trainer, self.policy, planner=self.first_step if trains else None)
+        self._evaluations = self._evaluation(trainer)
         self._status = RunStatus(runs_folder())
 
     def _compile_obstacle(self) -> str:
@@ -189,6 +189,10 @@ class UnifiedBase(RunInterface, MappedResume, MicroBatchBackward):
         if trains and self.policy.watch.device.type == "mps" and self.policy.options.detect_faults:
             return FaultCheckedOptimization(trainer, self.policy, planner=self.first_step)
         return UnifiedOptimization(trainer, self.policy, planner=self.first_step)
+
+    def _evaluation(self, trainer: L.Trainer) -> EvaluationSteps:
+        trains = trainer.state.fn == TrainerFn.FITTING
+        return EvaluationSteps(trainer, self.policy, planner=self.first_step if trains else None)
 
     @override
     def on_validation_start(self) -> None:

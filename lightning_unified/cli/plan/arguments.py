@@ -22,6 +22,10 @@ FLAGS: dict[str, tuple[str, str]] = {
     "--generate": ("TOKENS", "also compute the memory of generating so many tokens, by formula"),
     "--rows": ("ROWS", "sequences generated at once; default: the batch's rows"),
     "--prompt": ("TOKENS", "tokens of each prompt; default: the length of the batch's rows"),
+    "--link": (
+        "LINK",
+        "the link between several devices: nvlink4, pcie5, …, or bytes a second; default: the device's own",
+    ),
     "--fits-where": ("", "also plan for every simulated machine"),
     "--json": ("", "print JSON for scripts, and nothing else"),
     "--markdown": ("FILE", "also write the page as Markdown"),
@@ -42,6 +46,7 @@ No weight is allocated, no data is read, nothing is written.
   plan model=gearhead simulate=m2-16gb memory.budget=6GiB   a machine by its name
   plan model=gearhead-118m --fits-where                     every simulated machine
   plan model=gearhead --generate 128 --rows 16              training and generation
+  plan hardware=cuda memory.budget=80GiB trainer.devices=8 trainer.strategy=unified_fsdp   one of eight GPUs
   plan hardware=cpu --module my.models:Net --kwargs width=512 --batch-shape 32x3x224x224
   plan --module train.py:build --batch train.py:example_batch --png plan.png
 
@@ -69,6 +74,7 @@ class Asked:
         generate: Tokens to generate, or None.
         rows: Sequences that are generated at once, or None.
         prompt: Tokens of a prompt, or None.
+        link: The link between several devices, or None for the published one.
         fits_where: Whether to plan for all simulated machines.
         json: Whether to print JSON.
         markdown: The Markdown file to write, or None.
@@ -86,6 +92,7 @@ class Asked:
     generate: int | None = None
     rows: int | None = None
     prompt: int | None = None
+    link: str | None = None
     fits_where: bool = False
     json: bool = False
     markdown: Path | None = None
@@ -114,7 +121,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     for flag in ("--fits-where", "--json"):
         parser.add_argument(flag, action="store_true", help=FLAGS[flag][1])
     parser.add_argument("-h", "--help", action="store_true", help=FLAGS["--help"][1])
-    for flag in ("--module", "--batch"):
+    for flag in ("--module", "--batch", "--link"):
         parser.add_argument(flag, help=FLAGS[flag][1])
     parser.add_argument("-sc", "--shell-completion", help=FLAGS["--shell-completion"][1])
     for flag in ("--generate", "--rows", "--prompt"):

@@ -1,7 +1,7 @@
 """`plan`: compose the configuration, build the module without weights, plan, and show the plan."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ def _plan(asked: Asked) -> int:
     _check_keys(asked)
     config = check_overrides(asked.overrides, multirun=False).config
     # Import slowly loading modules only after the checks that need none of them.
+    from lightning_unified.cli.plan.several_devices import group_arguments
     from lightning_unified.cli.plan.show import page_console, waiting
     from lightning_unified.cli.plan.subject import subject_of
     from lightning_unified.cli.plan.target_machine import configured_for, target_of
@@ -73,18 +74,33 @@ def _plan(asked: Asked) -> int:
     asked_precision = str(config.memory.precision)
     target = target_of(config, machine)
     check_binding(config)
+    group = group_arguments(config, backend=target.backend, link=asked.link)
     quiet_third_parties()
     with waiting("building the module without its weights"):
         subject = subject_of(asked, config, precision=target.precision.precision)
     with waiting("tracing the step"):
-        page = _page(asked, config, subject=subject, target=target, precision=asked_precision)
+        page = _page(asked, config, subject=subject, target=target, precision=asked_precision, group=group)
     return page.show(asked, page_console())
 
 
-def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Target", precision: str) -> "Page":
+def _page(
+    asked: Asked,
+    config: DictConfig,
+    *,
+    subject: "Subject",
+    target: "Target",
+    precision: str,
+    group: Mapping[str, Any],
+) -> "Page":
     """Plan for the target and the other machines, and return the page.
 
-    `precision` is the requested one.
+    Args:
+        asked: The command line.
+        config: The configuration.
+        subject: The module, the Trainer and the batch.
+        target: The machine.
+        precision: The requested precision.
+        group: The planner's arguments for several devices.
     """
     from lightning_unified.cli.plan.planner_calls import fits_where, with_phases
     from lightning_unified.cli.plan.show import Page
@@ -103,6 +119,7 @@ def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Targ
         phases=Phases(),
         **_options(config),
         **trainer,
+        **group,
     )
     plan = planned(subject.batch, validation_batch=subject.validation_batch)
     others = {name: planned(batch, validation_batch=None) for name, batch in subject.other_batches.items()}
@@ -116,7 +133,7 @@ def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Targ
     where = ()
     if asked.fits_where:  # choices of a tier or of this hardware do not apply to other machines
         own = _options(config, only={key_of(override) for override in parse_overrides(asked.overrides)})
-        where = fits_where(subject, precision=precision, options=own | trainer)
+        where = fits_where(subject, precision=precision, options=own | trainer | dict(group))
     generation = None if asked.generate is None else _generation(asked, subject, precision=target.precision.precision)
     return Page(subject=subject, target=target, plan=plan, machines=where, generation=generation)
 

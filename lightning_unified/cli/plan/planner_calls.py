@@ -63,7 +63,8 @@ def fits_where(subject: Subject, *, precision: str, options: Mapping[str, Any]) 
         precision: The requested precision; `"auto"` is each machine's best.
         options: Passed to the planner for each machine.
     """
-    known = [_at_rest(name, precision) for name in PROFILES]
+    several = options.get("devices", 1) > 1
+    known = [_at_rest(name, precision, several=several) for name in PROFILES]
     plans: dict[str, Any] = {}
     for each in dict.fromkeys(machine.precision for machine in known if machine.precision):
         group = {
@@ -79,7 +80,8 @@ def fits_where(subject: Subject, *, precision: str, options: Mapping[str, Any]) 
     return tuple(replace(machine.entry, plan=plans.get(machine.entry.name)) for machine in known)
 
 
-def _at_rest(name: str, precision: str) -> _Machine:
+def _at_rest(name: str, precision: str, *, several: bool) -> _Machine:
+    """Return a simulated machine before a run; `several` devices train together."""
     machine = SimulatedMachine(name)
     reading, profile = machine.reading(), machine.profile
     budget: Budget | None = None
@@ -91,6 +93,8 @@ def _at_rest(name: str, precision: str) -> _Machine:
         ).precision
     except ConfigurationError as error:
         why_not = str(error)
+    if several and profile.backend == "mps":
+        chosen, why_not = "", "Lightning trains on one device of type mps"
     entry = MachinePlan(
         name=name,
         backend=profile.backend,

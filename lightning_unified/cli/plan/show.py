@@ -75,6 +75,8 @@ class Page:
     def title(self) -> str:
         """The title of the page."""
         where = self.target.name or f"this machine's {self.target.backend}"
+        if self.plan.devices > 1:
+            where = f"one of {self.plan.devices} devices, {where}"
         return f"{self.subject.name} on {where}"
 
     @property
@@ -84,7 +86,16 @@ class Page:
             ("model", self.subject.description),
             ("batch", self.subject.batch_description),
             ("machine", self.target.description),
+            *([("devices", self._devices)] if self.plan.devices > 1 else []),
         )
+
+    @property
+    def _devices(self) -> str:
+        """The devices, their strategy and their batches in one line."""
+        devices, rows = self.plan.devices, self.subject.rows
+        batches = "a batch each" if rows is None else f"a batch of {rows} rows each, {devices * rows} rows in all"
+        strategy = f"{self.plan.strategy}{f', hold={self.plan.hold}' * bool(self.plan.hold)}"
+        return f"{devices} with {strategy}; {batches}; budget and figures are of one device"
 
     @property
     def refusal(self) -> str:
@@ -108,6 +119,9 @@ class Page:
             "machine": self.target.name,
             "device": self.target.backend,
             "pool": self.target.reading.pool,
+            "devices": self.plan.devices,
+            "strategy": self.plan.strategy or None,
+            "hold": self.plan.hold or None,
             "budget_bytes": self.target.budget.bytes,
             "watermarks": {"low": marks.low, "high": marks.high},
             "fits": does_fit(self.plan),

@@ -129,6 +129,8 @@ def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
         planned.trainer.update(
             accelerator="cpu",
             strategy="auto",
+            devices=1,
+            num_nodes=1,
             precision=precision,
             enable_progress_bar=False,
             enable_checkpointing=False,

@@ -10,7 +10,16 @@ from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 
 __all__ = ["is_within", "least_bytes"]
 
-_WHATEVER_ROWS = ("weights", "gradients", "optimizer state", "buffers", "callbacks", "batch")
+_WHATEVER_ROWS = (
+    "weights",
+    "gathered weights",
+    "gradients",
+    "optimizer state",
+    "buffers",
+    "communication",
+    "callbacks",
+    "batch",
+)
 """Categories whose bytes do not depend on the split; the whole batch waits on the device."""
 
 _Living = Mapping[int, tuple[Take, str]]

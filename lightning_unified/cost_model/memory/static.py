@@ -170,9 +170,13 @@ def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of `tensor`; those of its parts if it wraps others, as 8-bit formats do."""
+    """Return the bytes of `tensor`; those of its parts if it wraps others, as 8-bit formats do.
+
+    Of a tensor that is divided over ranks, it is the part on this rank.
+    """
     if is_traceable_wrapper_subclass(tensor):
-        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(_bytes(part) for part in parts if isinstance(part, torch.Tensor))
     return tensor.numel() * tensor.element_size()
 
 

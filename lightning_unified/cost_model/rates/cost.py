@@ -6,14 +6,20 @@ A GPU works off a queue that the host fills. In each phase the slower of the two
 
 A CPU is host and device in one, so its times add up. A split batch repeats the forward and backward phases: host time grows
 with the number of micro-batches, device time with the rows.
+
+With several ranks, each collective operation takes `latency + bytes sent / bandwidth` of the link (`links.py`). FSDP transfers while
+the device computes, so the link is a third processor of its phase: on a GPU the slowest of the three decides. This is the best case:
+the first gather of a step, which nothing overlaps, counts as overlapped. A reduction after the last backward pass, as `unified_ddp`
+runs it, overlaps nothing, and its seconds add up. On a CPU all add up.
 """
 
 from collections.abc import Callable, Sequence
 
+from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.rates.record import Rates
-from lightning_unified.cost_model.trace.trace import Passes, Trace, Work
+from lightning_unified.cost_model.trace.trace import Collective, Passes, Trace, Work
 
-__all__ = ["least_seconds", "sampling_seconds", "split_seconds", "step_seconds"]
+__all__ = ["communication", "least_seconds", "sampling_seconds", "split_seconds", "step_seconds"]
 
 _OUTSIDE = ("setup", "validation")
 """Phases outside a training step."""
@@ -35,7 +41,10 @@ Source: narrow layers under a mode that does nothing, torch 2.13: 14.5 µs an op
 """
 
 _Loads = dict[tuple[str, str], float]
-"""Busy seconds by processor (`"host"`, `"device"`) and phase."""
+"""Busy seconds by processor and phase.
+
+Processors are `"host"`, `"device"`, `"link"`, and `"exposed"` for a link that nothing overlaps.
+"""
 
 
 def step_seconds(trace: Trace, rates: Rates) -> float:
@@ -46,6 +55,24 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
     operations and the bytes these move.
     """
     return _seconds(_loads(trace, rates), backend=trace.backend)
+
+
+def communication(trace: Trace, link: Link | None, *, parts: int) -> tuple[int, float | None]:
+    """Return the bytes that a device sends in a step, and the seconds that its link is busy.
+
+    These seconds count overlapped or not. The seconds are None without a link.
+
+    Args:
+        trace: A step of one or two micro-batches.
+        link: The link to the other devices.
+        parts: Micro-batches of the step.
+    """
+    times = {phase: max(parts / trace.parts, 1.0) for phase in _REPEATED}
+    found = [event for event in trace.events if isinstance(event, Collective)]
+    sent = sum(int(event.sent * times.get(event.phase, 1.0)) for event in found)
+    if link is None:
+        return sent, None
+    return sent, sum(link.seconds(event.sent) * times.get(event.phase, 1.0) for event in found)
 
 
 def sampling_seconds(trace: Trace, rates: Rates) -> float:
@@ -92,7 +119,7 @@ def least_seconds(
     trace = at(sizes[0], min(len(sizes), 2))
     loads = _loads(trace, rates)
     for event in trace.events:
-        if isinstance(event, Work) and event.phase == "forward" and again(event):
+        if isinstance(event, Work) and _recomputed(event, again):
             _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
     fewest, starts = _split(left, sizes), _split(_starts(trace, rates, again=again), sizes)
@@ -105,6 +132,14 @@ def least_seconds(
     return least
 
 
+def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
+    """Return whether an operation runs again in the backward pass.
+
+    Weights are not gathered again for it.
+    """
+    return work.phase == "forward" and not isinstance(work, Collective) and again(work)
+
+
 def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Loads:
     """Return the loads that each micro-batch adds, however few rows it has."""
     loads: _Loads = {("host", "forward"): rates.part * trace.parts}
@@ -113,7 +148,7 @@ def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Lo
             continue
         kernel = rates.kernel if event.flops or event.moved else 0.0
         shares = {event.phase: 1.0}
-        if event.phase == "forward" and again(event):
+        if _recomputed(event, again):
             shares["backward"] = _AGAIN
         for phase, share in shares.items():
             for key, seconds in ((("host", phase), rates.launch), (("device", phase), kernel)):
@@ -125,7 +160,8 @@ def _split(loads: _Loads, sizes: Sequence[int]) -> _Loads:
     """Return the loads of a batch split into `sizes`, from those of one or two micro-batches."""
     if len(sizes) == 1:
         return loads
-    micro_batches = {"host": len(sizes) / 2, "device": sum(sizes) / (2 * sizes[0])}
+    times = len(sizes) / 2
+    micro_batches = {"host": times, "link": times, "exposed": times, "device": sum(sizes) / (2 * sizes[0])}
     return {
         (who, phase): seconds * (micro_batches[who] if phase in _REPEATED else 1)
         for (who, phase), seconds in loads.items()
@@ -151,6 +187,9 @@ def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, b
     dtype = "tf32" if _is_tf32(work, backend) else work.dtype
     kernel = rates.kernel_seconds(flops=work.flops, moved=work.moved, dtype=dtype)
     launches = 1
+    if isinstance(work, Collective):
+        link = ("link" if work.overlaps else "exposed"), phase
+        loads[link] = loads.get(link, 0.0) + share * rates.link_seconds(work.sent)
     if isinstance(work, Passes):
         launches = work.launches
         kernel += max(work.kernels - 1, 0) * rates.kernel
@@ -170,4 +209,7 @@ def _seconds(loads: _Loads, *, backend: str) -> float:
     if backend == "cpu":
         return sum(loads.values())
     phases = {phase for _, phase in loads}
-    return sum(max(loads.get(("host", phase), 0.0), loads.get(("device", phase), 0.0)) for phase in phases)
+    overlapped = ("host", "device", "link")
+    return sum(
+        max(loads.get((who, phase), 0.0) for who in overlapped) + loads.get(("exposed", phase), 0.0) for phase in phases
+    )

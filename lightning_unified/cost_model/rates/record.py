@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_unified.cost_model.rates.links import Link
+
 __all__ = ["Alignment", "Rates"]
 
 
@@ -22,6 +24,7 @@ class Rates:
         launch: Host seconds of one operation, autograd and Python included.
         kernel: Device seconds of the smallest kernel; 0 on a CPU, where `launch` includes it.
         part: Host seconds of a micro-batch besides its operations.
+        link: Link to the other devices of a step; None for a step on one device.
         sources: Source of each figure, by field and by dtype: `"measured on …"`, `"table: …"`, `"judgement: …"`.
     """
 
@@ -31,6 +34,7 @@ class Rates:
     launch: float
     kernel: float
     part: float
+    link: Link | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,13 +53,20 @@ class Rates:
         rate = self.flops.get(dtype) or self.flops["float32"]
         return self.kernel + max(flops / rate, moved / self.bandwidth)
 
+    def link_seconds(self, sent: int) -> float:
+        """Return the seconds of a collective that sends `sent` bytes; 0 without a link."""
+        return 0.0 if self.link is None else self.link.seconds(sent)
+
     def slowed(self, factor: float) -> "Rates":
         """Return rates whose arithmetic takes `factor` times as long; bandwidth and launches stay."""
         return replace(self, flops={dtype: rate / factor for dtype, rate in self.flops.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `Rates(**values)` restores them."""
-        return asdict(self)
+        """Return plain values; `Rates(**values)` restores them.
+
+        The link, which is no property of the device, is left out.
+        """
+        return {name: value for name, value in asdict(self).items() if name != "link"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,13 @@ def facts_of_prediction(prediction: Prediction, *, budget_bytes: int | None = No
     if prediction.seconds is not None:
         sampling = prediction.generation_seconds
         of_it = f", {format_duration(sampling)} of them for sampling before it" if sampling else ""
-        yield Fact(name="step", text=f"{format_duration(prediction.seconds)} predicted{of_it}")
+        busy = prediction.link_seconds
+        link = (
+            ""
+            if busy is None
+            else f", the link busy for {format_duration(busy)} with {format_bytes(prediction.sent_bytes)} sent"
+        )
+        yield Fact(name="step", text=f"{format_duration(prediction.seconds)} predicted{of_it}{link}")
     yield Fact(name="confidence", text=prediction.confidence, why=_CONFIDENCE[prediction.confidence])
 
 

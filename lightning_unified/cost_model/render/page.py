@@ -11,6 +11,7 @@ from lightning_unified.cost_model.render.tables import (
     alternatives_table,
     categories_table,
     instants_table,
+    layouts_table,
     machines_table,
 )
 from lightning_unified.hardware.environment.watermarks import Watermarks
@@ -50,6 +51,8 @@ def sheet_of(
         notes = (*prediction.notes, *([took] if took else []))
     if not isinstance(planned, Prediction) and planned.alternatives:
         tables.append(alternatives_table(planned))
+    if not isinstance(planned, Prediction) and planned.layouts:
+        tables.append(layouts_table(planned))
     tables += [*more, *([machines_table(machines)] if machines else [])]
     return Sheet(
         title=title,

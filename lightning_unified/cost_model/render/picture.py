@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["to_png"]
 
 _STAYS = {"weights": "#1f4e79", "gradients": "#2f75b5", "optimizer state": "#5b9bd5", "buffers": "#9dc3e6"}
-_PASSES = {"activations": "#c55a11", "logits": "#ed7d31", "temporaries": "#f4b183"}
+_PASSES = {
+    "gathered weights": "#7f6000",
+    "communication": "#bf9000",
+    "activations": "#c55a11",
+    "logits": "#ed7d31",
+    "temporaries": "#f4b183",
+}
 _BESIDE = {"batch": "#7f7f7f", "workspaces": "#a6a6a6", "callbacks": "#595959"}
 _PHASES = {"forward": "#5b9bd5", "backward": "#2f75b5", "optimizer step": "#1f4e79", "validation": "#c55a11"}
 _COLOURS = _STAYS | _PASSES | _BESIDE

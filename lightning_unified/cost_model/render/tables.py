@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_unified.cost_model.generation import Generated
-from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.plan import Layout, Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.facts import format_share
 from lightning_unified.cost_model.render.planned import (
@@ -21,7 +21,15 @@ from lightning_unified.cost_model.trace.trace import CATEGORIES
 from lightning_unified.hardware.environment.watermarks import Watermarks
 from lightning_unified.units import format_bytes, format_duration
 
-__all__ = ["alternatives_table", "categories_table", "generation_table", "instants_table", "machines_table", "ordered"]
+__all__ = [
+    "alternatives_table",
+    "categories_table",
+    "generation_table",
+    "instants_table",
+    "layouts_table",
+    "machines_table",
+    "ordered",
+]
 
 _FAR = 6  # a budget this many times the need would make the bars too short to read
 _MOST_INSTANTS = 12
@@ -143,6 +151,36 @@ def alternatives_table(plan: Plan) -> Table:
         strong=frozenset(at for at, row in enumerate(rows) if row[0]),
         faint=frozenset(at for at, row in enumerate(rows) if row[-1] != _FITS),
         remark=f"{left} more were compared." if left > 0 else "",
+    )
+
+
+def layouts_table(plan: Plan) -> Table:
+    """Return the layouts of a step on several devices, with the fastest that fits marked."""
+    best = min((each.seconds for each in plan.layouts if each.fits), default=None)
+    rows = tuple(_layout_row(each, plan, is_best=each.fits and each.seconds == best) for each in plan.layouts)
+    return Table(
+        title=f"{plan.devices} devices: copies or shards",
+        columns=("", "strategy", "hold", "recompute", "rows", "peak", "allocator", "link", "step", "fits"),
+        rows=rows,
+        numbers=frozenset({4, 5, 6, 7, 8}),
+        strong=frozenset(at for at, row in enumerate(rows) if row[0]),
+        faint=frozenset(at for at, row in enumerate(rows) if row[-1] != _FITS),
+        remark="All figures are of one device. With hold=shards the link works while the device computes, as far as it can; else before and after.",
+    )
+
+
+def _layout_row(each: Layout, plan: Plan, *, is_best: bool) -> tuple[str, ...]:
+    return (
+        _CHOSEN if is_best else "",
+        each.strategy,
+        each.hold,
+        each.recompute,
+        f"{each.micro_batch_size} × {each.parts}",
+        format_bytes(each.peak_bytes),
+        format_bytes(each.reserved_bytes),
+        "" if each.link_seconds is None else format_duration(each.link_seconds),
+        format_duration(each.seconds),
+        _FITS if each.fits else f"no, {format_bytes(max(each.reserved_bytes - plan.budget_bytes, 0))} over",
     )
 
 

@@ -18,16 +18,31 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-__all__ = ["CATEGORIES", "Category", "Confidence", "Event", "Give", "Passes", "Phase", "Read", "Take", "Trace", "Work"]
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "Collective",
+    "Confidence",
+    "Event",
+    "Give",
+    "Passes",
+    "Phase",
+    "Read",
+    "Take",
+    "Trace",
+    "Work",
+]
 
 Category = Literal[
     "weights",
+    "gathered weights",
     "gradients",
     "optimizer state",
     "buffers",
     "activations",
     "logits",
     "temporaries",
+    "communication",
     "batch",
     "workspaces",
     "callbacks",
@@ -70,6 +85,19 @@ class Passes(Work):
 
     launches: int = 1
     kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Work):
+    """An operation of all ranks together, such as an all-gather.
+
+    Attributes:
+        sent: Bytes that each rank sends over its link, by the ring algorithm.
+        overlaps: Whether the device computes while the link transfers.
+    """
+
+    sent: int = 0
+    overlaps: bool = True
 
 
 @dataclass(frozen=True, slots=True)

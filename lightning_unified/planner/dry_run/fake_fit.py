@@ -26,6 +26,7 @@ from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
 from lightning_unified.planner.fake.mode import World
 from lightning_unified.planner.fake.places import Places
 from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.planner.ranks.sharded_copy import resizes_noted, shard_copy
 from lightning_unified.planner.repeats import Replay, Twins
 from lightning_unified.step.split import splitter_of
 from lightning_unified.step.split.rules import given_to, rules_of
@@ -95,6 +96,7 @@ class FakeFit:
         )
         if spec.compiled:
             run_as_compiled(self._copy, spec.module, self._recorder)
+        self._shards = None if spec.sharding is None else shard_copy(self._copy, spec.sharding, self._recorder)
         self._recomputed: CheckpointedBlocks | None = None
         self.recompute(recompute)
         self._chunk: LossChunk | None = None
@@ -208,8 +210,9 @@ class FakeFit:
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
         attention = ChunkedAttention(self._copy) if self._spec.attention else None
+        noted = contextlib.nullcontext() if self._spec.sharding is None else resizes_noted(self._recorder)
         try:
-            with self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
+            with noted, self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
                 yield
             self.attends = "scaled_dot_product_attention" in called
         finally:
@@ -226,7 +229,8 @@ class FakeFit:
             micro_batches=given_to(self._spec.trainer),
             roles=self._templates.roles,
             is_prepared=self._spec.is_prepared,
-            copies_weights=_copies_weights(self._spec.trainer),
+            copies_weights=self._shards is not None or _copies_weights(self._spec.trainer),
+            shards=self._shards,
         )
         strategy.policy.most_chunks = self.size.parts
         return strategy
@@ -272,11 +276,11 @@ def _fake_module(spec: StepSpec, shared: list[Any], dtype: torch.dtype | None) -
 def _may_skip(spec: StepSpec, copy: L.LightningModule, twins: Twins) -> bool:
     """Return whether blocks may be skipped.
 
-    Nothing of the module may be compiled, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
+    Nothing of the module may be compiled or sharded, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
     """
     compiled = any(is_compiled(one) for one in spec.module.modules())
     known = bool(twins.runs) or not spec.validates
-    return known and not compiled and copy.automatic_optimization
+    return known and not compiled and spec.sharding is None and copy.automatic_optimization
 
 
 def _template(spec: StepSpec, batch: Any, stage: str) -> Template:

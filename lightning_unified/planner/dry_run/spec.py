@@ -7,6 +7,7 @@ import lightning as L
 
 from lightning_unified.errors import DryRunError
 from lightning_unified.options import KERNELS
+from lightning_unified.planner.ranks.sharded_copy import Sharding
 
 __all__ = ["StepSize", "StepSpec"]
 
@@ -31,6 +32,7 @@ class StepSpec:
         validates: Whether to trace a validation step in the middle of a fit: optimizer state exists then, and gradients do not.
         train_batch: A batch as `training_step` gets it, if a validation batch differs in structure; the dry run trains on it first.
         is_prepared: Whether the rule `prepare` has been applied to training batches already.
+        sharding: How parameters, gradients and optimizer state are divided over ranks; None trains the whole module on the device.
         compiled: Whether compiled parts of the module run as compiled code; on a simulated machine they run uncompiled.
 
     Raises:
@@ -52,6 +54,7 @@ class StepSpec:
     train_batch: Any = None
     is_prepared: bool = False
     compiled: bool = True
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer_kernel is not None and self.optimizer_kernel not in KERNELS:

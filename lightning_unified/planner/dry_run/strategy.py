@@ -25,6 +25,8 @@ from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.step.sharding.lockstep import KeptShards
+from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
 
 __all__ = ["DryRunStrategy", "fake_copy_precision"]
@@ -43,6 +45,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         micro_batches: The rules given to the live strategy.
         is_prepared: Whether the rule `prepare` has already been applied to training batches.
         copies_weights: Whether weights and optimizer state are copied around the optimizer step.
+        shards: What a rank of `unified_fsdp` holds during a step; None for one that does not recover, and for one device.
 
     Attributes:
         steps: The number of optimizer steps so far.
@@ -63,6 +66,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         roles: Mapping[str, Roles],
         is_prepared: bool = False,
         copies_weights: bool = False,
+        shards: WholeShards | KeptShards | None = None,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         options = MemoryOptions(
@@ -74,7 +78,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         )
         self.policy = MemoryPolicy(options, _NoBudget("auto"))
         self.policy.batches.known_roles = dict(roles)
-        self._is_prepared = is_prepared
+        self._is_prepared, self._shards = is_prepared, shards
         self.steps = 0
         self.backward_has_ended: Callable[[], None] = _nothing
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
@@ -94,7 +98,9 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = _Steps(trainer, self.policy, strategy=self, is_prepared=self._is_prepared)
+        loop.automatic_optimization = _Steps(
+            trainer, self.policy, strategy=self, is_prepared=self._is_prepared, shards=self._shards
+        )
         loop.automatic_optimization.optim_progress = progress
 
     def split(self, micro_batch_size: int | None, *, parts: int) -> None:
@@ -194,13 +200,37 @@ class _Steps(UnifiedOptimization):
     Args:
         strategy: Sets the phase when the optimizer step of a batch begins.
         is_prepared: Whether the rule `prepare` has already been applied to batches; it may not accept its own result.
+        shards: As for the strategy.
     """
 
     def __init__(
-        self, trainer: L.Trainer, policy: MemoryPolicy, *, strategy: DryRunStrategy, is_prepared: bool
+        self,
+        trainer: L.Trainer,
+        policy: MemoryPolicy,
+        *,
+        strategy: DryRunStrategy,
+        is_prepared: bool,
+        shards: WholeShards | KeptShards | None,
     ) -> None:
         super().__init__(trainer, policy)
-        self._dry_run, self._is_prepared = strategy, is_prepared
+        self._dry_run, self._is_prepared, self._shards = strategy, is_prepared, shards
+
+    @override
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if isinstance(self._shards, WholeShards):
+            self._shards.gather()
+        return super().run(*args, **kwargs)
+
+    @override
+    def _trained(self, optimizer: Optimizer) -> list[Tensor]:
+        trained = super()._trained(optimizer)
+        return self._shards.whole(trained) if isinstance(self._shards, WholeShards) else trained
+
+    @override
+    def _finish_gradients(self, optimizer: Optimizer) -> None:
+        super()._finish_gradients(optimizer)
+        if self._shards is not None and self._closes_window:
+            self._shards.average_gradients(self._shards.absent())
 
     @override
     def _prepared(self, batch: Any) -> Any:

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_unified.planner.fake.known_values import tensors_among
+from lightning_unified.planner.fake.known_values import are_wrapped, tensors_among
 from lightning_unified.planner.fake.own_kernels import OWN_KERNELS, run_on_zeros
 
 __all__ = ["CachedFakeMode"]
@@ -62,6 +62,8 @@ class CachedFakeMode(FakeTensorMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if are_wrapped(types):
+            return NotImplemented
         if _is_view(func) and self._is_plain(args[0]):
             return self._viewed(func, args, kwargs)
         key = self._key(func, args, kwargs)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_unified.cost_model.trace.trace import Read
 from lightning_unified.planner.fake.value_shapes import READS, is_mask, made_up_answer, shaped_by_known
 
-__all__ = ["Answers", "set_value", "tensors_among", "value_of"]
+__all__ = ["Answers", "are_wrapped", "set_value", "tensors_among", "value_of"]
 
 _VALUE = "_lightning_unified_value"
 _ENTRIES = 1 << 18  # judgement: larger results are not computed, so that the trace stays fast
@@ -39,7 +39,17 @@ def value_of(tensor: Tensor) -> Tensor | None:
     """Return the known value of `tensor`; None if it is unknown."""
     if isinstance(tensor, FakeTensor):
         return tensor.__dict__.get(_VALUE)
+    if are_wrapped((type(tensor),)):
+        return None
     return None if tensor.is_meta or tensor.numel() > _ENTRIES else tensor
+
+
+def are_wrapped(types: Iterable[type]) -> bool:
+    """Return whether an operation has arguments that wrap other tensors, such as DTensors.
+
+    A dispatch mode returns `NotImplemented` for them: the wrapper then calls the operation on the tensors inside, which the mode sees.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -86,6 +96,8 @@ class Answers(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if are_wrapped(types):
+            return NotImplemented
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         tensors = list(tensors_among((*args, *kwargs.values())))

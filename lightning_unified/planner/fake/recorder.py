@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
-from lightning_unified.cost_model.trace.trace import Category, Event, Phase, Work
+from lightning_unified.cost_model.trace.trace import Category, Collective, Event, Phase, Work
 from lightning_unified.hardware.allocators.engine_sums import first_term
 from lightning_unified.planner.fake.flops import flops_of
-from lightning_unified.planner.fake.known_values import tensors_among
+from lightning_unified.planner.fake.known_values import are_wrapped, tensors_among
 from lightning_unified.planner.fake.storages import Lives, Storage, Storages
 
 __all__ = ["Recorder"]
@@ -126,6 +126,19 @@ class Recorder(TorchDispatchMode):
             for tensor in _strided(tensors):
                 self.storages.enter(tensor, self.phase).category = category
 
+    def note_resized(self, storage: torch.UntypedStorage, category: Category) -> None:
+        """Note that a storage was resized in place: an allocator gives it another block."""
+        if not self._is_paused:
+            self.storages.resized(storage, category)
+
+    def note_collective(self, op: str, *, sent: int, overlaps: bool = True) -> None:
+        """Note a collective in which each rank sends `sent` bytes.
+
+        If it `overlaps`, the device computes at the same time.
+        """
+        if self.storages.events is not None and not self._is_paused:
+            self.storages.events.append(Collective(op, self.phase, self._place(), sent=sent, overlaps=overlaps))
+
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Count the tensors' storages as 0 bytes.
 
@@ -153,6 +166,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # torch reads the device of every tensor very often
+        if are_wrapped(types):
+            return NotImplemented
         with torch._C.DisableTorchFunction():  # reading a tensor's shape is no call of the step
             return self._recorded(func, args, kwargs or {})
 
@@ -214,6 +229,10 @@ class Recorder(TorchDispatchMode):
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors with a plain storage.
 
-    A sparse tensor consists of two others, which were seen when they were made.
+    A wrapper, such as a DTensor, yields the tensors inside. A sparse tensor consists of two others, which were seen when they were made.
     """
-    return (tensor for tensor in tensors_among(values) if tensor.layout == torch.strided)
+    for tensor in tensors_among(values):
+        if are_wrapped((type(tensor),)):
+            yield from _strided(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # pyright: ignore[reportAttributeAccessIssue]
+        elif tensor.layout == torch.strided:
+            yield tensor

@@ -165,6 +165,24 @@ class Storages:
         taken = next(at for at in range(len(self.events) - 1, -1, -1) if self.events[at] is result)
         self._sum = (result, key, taken)
 
+    def resized(self, untyped: torch.UntypedStorage, category: Category) -> None:
+        """Note that a storage was resized through its own method, and give it a category.
+
+        A storage of 0 bytes lives no more; a tensor over it may fill it again.
+        """
+        key = untyped._cdata
+        known = self.live.get(key)
+        if known is not None and known.bytes == untyped.nbytes():
+            return
+        if known is not None:
+            del self.live[key], self._references[key]
+            self.give(known)
+        if untyped.nbytes():
+            storage = self.take(untyped.nbytes())
+            storage.category = category
+            self.live[key] = storage
+            self._references[key] = weakref.ref(untyped, partial(self._gone, key))
+
     def _resize(self, key: int, storage: Storage, count: int) -> None:
         """Replace a storage that grew in place (`resize_`): an allocator gives it a new block."""
         grown = self.take(count)

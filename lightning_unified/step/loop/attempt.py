@@ -1,7 +1,9 @@
 """One attempt at a step, and how to undo it."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_unified.errors import HalfUpdatedError
@@ -23,7 +25,7 @@ class Attempt:
 
     Args:
         snapshot: All other state, and the batch.
-        optimizer: The optimizer whose parameters are trained.
+        parameters: The trained parameters, whose gradients a backward pass writes.
         within_window: Whether there are gradients of earlier batches, which no `zero_grad` drops.
         copies_weights: Whether weights are copied before the optimizer writes them, and not only watched.
 
@@ -34,10 +36,10 @@ class Attempt:
     """
 
     def __init__(
-        self, snapshot: StepSnapshot, optimizer: Optimizer, *, within_window: bool, copies_weights: bool
+        self, snapshot: StepSnapshot, parameters: Sequence[Tensor], *, within_window: bool, copies_weights: bool
     ) -> None:
         self.snapshot = snapshot
-        self.gradients = HeldGradients(optimizer, within_window=within_window)
+        self.gradients = HeldGradients(parameters, within_window=within_window)
         self.zeroing: ZeroGrad | None = None
         self._copies_weights = copies_weights
         self._weights: WeightsWatch | WeightsCopy | None = None

@@ -152,7 +152,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         while True:
             # recorded before each attempt: the policy may have changed the module, or made it free memory
             attempt = self._attempt = Attempt(
-                self._snapshot(kwargs[key]), optimizer, within_window=within_window, copies_weights=rollback
+                self._snapshot(kwargs[key]),
+                self._trained(optimizer),
+                within_window=within_window,
+                copies_weights=rollback,
             )
             self._phase = "forward"
             outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
@@ -234,7 +237,11 @@ class UnifiedOptimization(_AutomaticOptimization):
     def _finish_gradients(self, optimizer: Optimizer) -> None:
         """Turn the summed gradients into those of the optimizer, after the window's last backward."""
         if self._window is not None and self._closes_window:
-            self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._window.divide(self._trained(optimizer))
+
+    def _trained(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the parameters whose gradients a backward pass writes: those of the optimizer."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     @property
     def _closes_window(self) -> bool:

@@ -39,6 +39,9 @@ class Point(IntEnum):
     SIZES = 9
     DECISION = 10
     PLAN = 11
+    GATHER = 12
+    UPDATE = 13
+    PARTS = 14
 
 
 class Outcome(IntEnum):
@@ -159,6 +162,11 @@ class Ranks:
         with self.losses_named():
             dist.all_reduce(tensor)
 
+    def scatter_sum(self, tensor: Tensor, own: Tensor) -> None:
+        """Write this rank's part of the sum of the ranks' `tensor` into `own`; `tensor` has equal parts for all ranks."""
+        with self.losses_named():
+            dist.reduce_scatter_tensor(own, tensor)
+
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
         """Report an error inside the block at the next meeting, so that no rank waits for this one."""
@@ -198,7 +206,8 @@ class Ranks:
                 "last checkpoint]",
                 failed=tuple(word.rank for word in failed),
             )
-        if len({word.point for word in words}) > 1:
+        # a rank that ran out of memory does not know how far the others have come
+        if len({word.point for word in words if word.outcome is Outcome.WELL}) > 1:
             self.is_over = True
             where = ", ".join(f"rank {word.rank} {Point(word.point).name.lower()}" for word in words)
             raise RankError(

@@ -106,8 +106,7 @@ class DistributedOptimization(UnifiedOptimization):
             self._replicas.fill(everywhere)
             self._meet(Point.FILLED, then=Point.BEFORE_WEIGHTS)
         if window is not None:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            window.divide(parameters, total=sum(word.terms for word in words) / len(words))
+            window.divide(self._trained(optimizer), total=sum(word.terms for word in words) / len(words))
         self._replicas.average_gradients(everywhere)
 
     @override

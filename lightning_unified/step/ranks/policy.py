@@ -108,6 +108,10 @@ class DistributedPolicy(MemoryPolicy):
             f"out of memory in optimizer step ({reason}); weights and optimizer state are taken from rank {source}"
         )
 
+    def report_repeated_update(self, reason: str) -> None:
+        """Record that this rank's optimizer step failed, and succeeded from the rank's own copies."""
+        self._report_repeat(f"out of memory in optimizer step ({reason}); this rank repeated it from its own copies")
+
     def _report_repeat(self, event: str) -> None:
         self.recoveries += 1
         self.events.append(event)

@@ -1,6 +1,6 @@
 """Average gradients and broadcast buffers over ranks without allocating memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +12,10 @@ from lightning_unified.step.ranks.consensus import Ranks
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.units import MIB
 
-__all__ = ["Replicas", "flat_memory"]
+__all__ = ["LARGE", "Replicas", "bytes_of", "flat_memory", "scratch_bytes_of"]
 
 # Judgement: tensors below 1 MiB share a collective, because one of their own would be mostly latency.
-_LARGE = MIB
+LARGE = MIB
 _SCRATCH = 16 * MIB
 
 
@@ -28,6 +28,12 @@ class _Bucket:
     flat: Tensor | None = None
 
 
+def scratch_bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of scratch memory, at most 16 MiB: those of all tensors below 1 MiB."""
+    small = sum(bytes_of(value) for value in tensors if bytes_of(value) < LARGE)
+    return min(max(LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
+
+
 class Replicas:
     """The ranks' copies of one module: equal parameters and buffers, averaged gradients.
 
@@ -36,7 +42,12 @@ class Replicas:
     reduction begins when every rank has its gradients. It needs a scratch memory of at most 16 MiB, allocated
     beforehand. A rank may still run out of memory while it copies to or from that memory. It then takes part in every
     collective and raises afterwards.
+
+    Attributes:
+        strategy: The name of the strategy, for errors.
     """
+
+    strategy = "unified_ddp"
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -45,15 +56,18 @@ class Replicas:
         # the present tensors, as in DDP: a module may later replace one by another of a different size on each rank
         self._buffers = [(name, value) for name, value in module.named_buffers() if name not in ignored]
         held = [value for _, value in (*self._parameters, *self._buffers)]
-        small = sum(_bytes(value) for value in held if _bytes(value) < _LARGE)
         device = held[0].device if held else torch.device("cpu")
-        room = min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
-        self._scratch = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._scratch = torch.zeros(scratch_bytes_of(held), dtype=torch.uint8, device=device)
         self._plans: dict[object, list[_Bucket]] = {}
 
     @property
+    def scratch(self) -> Tensor:
+        """Memory that a reduction needs beside the gradients, reserved from the start."""
+        return self._scratch
+
+    @property
     def scratch_bytes(self) -> int:
-        """Device bytes that a reduction needs beside the gradients, reserved from the start."""
+        """Bytes of `scratch`."""
         return self._scratch.numel()
 
     @property
@@ -95,10 +109,10 @@ class Replicas:
                 mask |= 1 << index
             elif gradient.layout != torch.strided:
                 raise ConfigurationError(
-                    f'strategy="unified_ddp" averages dense gradients, and that of {name} is {gradient.layout}; make the layer with '
+                    f'strategy="{self.strategy}" averages dense gradients, and that of {name} is {gradient.layout}; make the layer with '
                     'sparse=False, or use strategy="ddp".'
                 )
-            elif _bytes(gradient) >= _LARGE and _order(gradient) != _order(parameter):
+            elif bytes_of(gradient) >= LARGE and _order(gradient) != _order(parameter):
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
         return mask
 
@@ -170,11 +184,11 @@ class Replicas:
         buckets: list[_Bucket] = []
         groups: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if _bytes(tensor) >= _LARGE:
+            if bytes_of(tensor) >= LARGE:
                 buckets.append(_Bucket(members=(index,)))
             elif tensor.numel():
                 group = groups.setdefault(tensor.dtype, [])
-                if sum(_bytes(tensors[member]) for member in group) + _bytes(tensor) > len(self._scratch):
+                if sum(bytes_of(tensors[member]) for member in group) + bytes_of(tensor) > len(self._scratch):
                     buckets.append(self._together(group, tensors))
                     group.clear()
                 group.append(index)
@@ -191,7 +205,8 @@ class Replicas:
         self._ranks.broadcast(flat.view(torch.uint8), source=0)
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's entries."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -1,6 +1,7 @@
 """The state that a batch changes before the optimizer step, recorded and restored."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
-from torch.optim import Optimizer
 
 from lightning_unified.errors import RunError
 from lightning_unified.step.recovery.generators import GeneratorWatch
@@ -128,12 +128,12 @@ class HeldGradients:
     Without a window, nothing is held or copied.
 
     Args:
-        optimizer: The optimizer whose parameters are trained.
+        parameters: The trained parameters, whose gradients a backward pass writes.
         within_window: Whether there are gradients of earlier batches, which no `zero_grad` drops.
     """
 
-    def __init__(self, optimizer: Optimizer, *, within_window: bool) -> None:
-        self._parameters = _parameters_of(optimizer)
+    def __init__(self, parameters: Sequence[Tensor], *, within_window: bool) -> None:
+        self._parameters = parameters
         self._held: list[tuple[Tensor, Tensor]] | None = None
         self._before: list[tuple[Tensor, Tensor]] | None = None
         self._versions: list[int] = []
@@ -184,10 +184,6 @@ class HeldGradients:
 
     def _now(self) -> list[tuple[Tensor, Tensor]]:
         return [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def forget_unscaled(trainer: L.Trainer) -> None:

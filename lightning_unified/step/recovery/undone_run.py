@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
@@ -167,7 +168,8 @@ def _sample(parameter: Tensor) -> Tensor:
 def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
     """Return the parameters of the module and of the optimizers, each once.
 
-    Frozen ones are included, because a step may train them.
+    Frozen ones are included, because a step may train them. Shards that an optimizer holds are left out: the module's parameters are the
+    whole ones that a step computes with.
     """
     return _parameters(trainer, trainer.lightning_module.modules())
 
@@ -175,7 +177,8 @@ def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
 def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tensor]:
     groups = (group["params"] for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups)
     owned = (child._parameters.values() for child in children)
-    both = (one for one in chain(chain.from_iterable(owned), chain.from_iterable(groups)) if one is not None)
+    written = (one for one in chain.from_iterable(groups) if not isinstance(one, DTensor))
+    both = (one for one in chain(chain.from_iterable(owned), written) if one is not None)
     return list({id(parameter): parameter for parameter in both}.values())
 
 

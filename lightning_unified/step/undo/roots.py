@@ -69,6 +69,8 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
             roots.cells.append(MappingCell(group, path, skip=frozenset({"params"})))
             roots.trained.update(id(one) for one in group["params"] if one.requires_grad)
             roots.parameters.append(group["params"])
+    # a step computes with these, and the optimizer writes its shards of them
+    roots.trained.update(id(one) for one in getattr(trainer.strategy, "whole_parameters", ()))
     for index, config in enumerate(trainer.strategy.lr_scheduler_configs):
         path = (None, f"lr_schedulers[{index}]", "global")
         roots.cells.append(MappingCell(vars(config.scheduler), path, style="attribute"))

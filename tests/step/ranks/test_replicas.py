@@ -96,7 +96,7 @@ def test_large_gradients_are_sent_from_where_they_lie_and_small_ones_together():
 
 
 def test_small_gradients_that_are_more_than_the_scratch_memory_holds_go_in_turns(monkeypatch):
-    monkeypatch.setattr(reduction, "_SCRATCH", reduction._LARGE)
+    monkeypatch.setattr(reduction, "_SCRATCH", reduction.LARGE)
     module, ranks = nn.ParameterList([nn.Parameter(torch.randn(200_000)) for _ in range(3)]), Pair()
     replicas, expected = Replicas(module, ranks), with_gradients(module)
     replicas.average_gradients(replicas.absent())

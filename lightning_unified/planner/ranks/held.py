@@ -1,0 +1,76 @@
+"""What a rank of `unified_fsdp` holds beside FSDP2's own buffers, in a dry run.
+
+It is whole parameters, or scratch memory alone.
+"""
+
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_unified.cost_model.rates.links import gathered_bytes, reduced_bytes
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.step.sharding.iteration import initialize
+from lightning_unified.step.sharding.lockstep import KeptShards
+from lightning_unified.step.sharding.shards import WholeShards
+from lightning_unified.step.sharding.wrapping import sharded_roots
+
+__all__ = ["held_shards"]
+
+
+def held_shards(
+    module: L.LightningModule, *, devices: int, whole: bool, recorder: Recorder
+) -> WholeShards | KeptShards:
+    """Return what a rank holds during a step; call it inside the fake world.
+
+    Args:
+        module: The copy.
+        devices: The number of ranks.
+        whole: Whether it holds whole parameters and gradients, or gathers one block at a time.
+        recorder: Takes notes of the collectives.
+    """
+    roots = sharded_roots(module)
+    initialize(roots)
+    ranks: Any = _LoneRank(devices, recorder)
+    shards = WholeShards(module, roots, ranks) if whole else KeptShards(module, roots, ranks)
+    recorder.mark([shards.scratch], "communication")
+    return shards
+
+
+class _LoneRank:
+    """The first of several ranks, without the others.
+
+    Meetings are empty, and collectives leave a note.
+
+    Attributes:
+        rank: 0.
+        size: The number of ranks.
+        recorder: Takes the notes.
+    """
+
+    rank = 0
+
+    def __init__(self, size: int, recorder: Recorder) -> None:
+        self.size, self.recorder = size, recorder
+
+    def expect(self, *, parameters: int) -> None:
+        """Expect nothing."""
+
+    def meet(self, *_: Any, **__: Any) -> list[Any]:
+        """Return the words of no other rank."""
+        return []
+
+    def average(self, tensor: Tensor) -> None:
+        """Note a sum over all ranks."""
+        self._note("all-reduce", reduced_bytes(_bytes(tensor), ranks=self.size))
+
+    def scatter_sum(self, tensor: Tensor, _own: Tensor) -> None:
+        """Note a sum over all ranks, of which each keeps a part."""
+        self._note("reduce-scatter", gathered_bytes(_bytes(tensor), ranks=self.size))
+
+    def _note(self, name: str, sent: int) -> None:
+        self.recorder.note_collective(name, sent=sent, overlaps=False)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

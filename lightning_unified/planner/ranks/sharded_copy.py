@@ -1,0 +1,134 @@
+"""A fake copy that torch's FSDP2 code shards, with collectives that only leave a note.
+
+torch's own code gathers, frees and reduces, so its buffers and their lifetimes are recorded as those of any other operation.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from lightning_unified.cost_model.backends.patching import replaced
+from lightning_unified.cost_model.rates.links import gathered_bytes
+from lightning_unified.errors import DryRunError
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.planner.ranks.held import held_shards
+from lightning_unified.step.sharding.lockstep import KeptShards
+from lightning_unified.step.sharding.shards import WholeShards
+from lightning_unified.step.sharding.wrapping import is_sharded, shard
+
+__all__ = ["Sharding", "resizes_noted", "shard_copy"]
+
+_STEPS = ("training_step", "validation_step")
+"""Methods that run the root's forward hooks; Lightning calls them instead of `forward`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a module is divided over ranks.
+
+    Attributes:
+        devices: The number of ranks.
+        hold: `"parameters"` if a rank of `unified_fsdp` holds whole parameters and gradients during a step, `"shards"` if it gathers one
+            block at a time; None for FSDP2 alone, without scratch memory and copies for a recovery.
+    """
+
+    devices: int
+    hold: Literal["parameters", "shards"] | None = None
+
+
+def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder) -> WholeShards | KeptShards | None:
+    """Shard a fake copy over the process group; call it inside `fake_group` and the fake world.
+
+    Returns:
+        What a rank of `unified_fsdp` holds during a step; None for FSDP2 alone.
+
+    Raises:
+        DryRunError: If there is no fake group of that many ranks, or the module is sharded already.
+    """
+    devices = sharding.devices
+    if not dist.is_initialized() or dist.get_world_size() != devices or dist.get_backend() != "fake":
+        raise DryRunError(
+            f"a step of {devices} sharded ranks is traced in a process that is not one of several real ranks."
+        )
+    if is_sharded(module):
+        raise DryRunError(f"{type(module).__name__} is sharded already; give the module as it was before.")
+    mesh = init_device_mesh("cpu", (devices,), mesh_dim_names=("data_parallel",))
+    module._device_mesh = mesh
+    if is_overridden("configure_model", module):
+        module.configure_model()
+    if not is_sharded(module):
+        shard(module, mesh)
+    for name in _STEPS if isinstance(module, FSDPModule) else ():
+        register_fsdp_forward_method(module, name)
+    whole = sharding.hold == "parameters"
+    held = None if sharding.hold is None else held_shards(module, devices=devices, whole=whole, recorder=recorder)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=not whole))
+            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=not whole))
+    return held
+
+
+@contextmanager
+def resizes_noted(recorder: Recorder) -> Iterator[None]:
+    """Record storages that are freed and filled again in place.
+
+    FSDP2 does so with gathered parameters.
+
+    Source:
+        torch/distributed/fsdp/_fully_shard/_fsdp_param.py: `alloc_storage` and `free_storage`, torch 2.13.
+    """
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def noted(storage: torch.UntypedStorage, count: int) -> Any:
+        result = resize(storage, count)
+        recorder.note_resized(storage, "gathered weights")
+        return result
+
+    with replaced(torch.UntypedStorage, "resize_", noted):
+        yield
+
+
+class _Noted:
+    """Allocates the buffers of a collective operation, and marks them."""
+
+    def __init__(self, recorder: Recorder, *, overlaps: bool) -> None:
+        self._recorder, self._overlaps = recorder, overlaps
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        self._recorder.mark([buffer], "communication")
+        return buffer
+
+    def _note(self, name: str, whole: Tensor, group: dist.ProcessGroup) -> None:
+        sent = gathered_bytes(whole.numel() * whole.element_size(), ranks=group.size())
+        self._recorder.note_collective(name, sent=sent, overlaps=self._overlaps)
+
+
+class _NotedAllGather(_Noted):
+    """An all-gather that transfers nothing."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        del input_tensor, async_op  # FSDP2 gives them by name
+        self._note("all-gather", output_tensor, group)
+
+
+class _NotedReduceScatter(_Noted):
+    """A reduce-scatter that transfers nothing."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        del output_tensor, op, async_op  # FSDP2 gives them by name
+        self._note("reduce-scatter", input_tensor, group)

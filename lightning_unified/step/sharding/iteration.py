@@ -1,0 +1,181 @@
+"""The state that FSDP2 keeps within an iteration: set up, and reset after a step that failed.
+
+This is the one file that touches private names of `fully_shard`. torch 2.13 has `FSDPModule.reset_iter_state()`; 2.11 and 2.12 have no
+such method, and none of them can reset without freeing gathered parameters. So the reset is ours on all versions;
+`tests/step/sharding/test_iteration.py` compares it with torch's.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from lightning_unified.step.ranks.consensus import Ranks
+
+__all__ = ["VotedCollectives", "hold_whole", "initialize", "reset_iteration", "set_collectives"]
+
+
+def initialize(roots: Iterable[FSDPModule]) -> None:
+    """Make each of `roots` the root of the sharded modules in it, before any of these runs forward by itself.
+
+    FSDP2 does so at the first forward pass of the root. A `training_step` may call a block before the root, or never call the root.
+    """
+    for root in roots:
+        root._get_fsdp_state()._lazy_init()
+
+
+def hold_whole(roots: Iterable[FSDPModule]) -> None:
+    """Let forward and backward passes neither free gathered parameters nor reduce gradients."""
+    for root in roots:
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_forward(False)
+        root.set_reshard_after_backward(False)
+
+
+def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
+    """Make sharded modules ready for the next forward pass after one that failed.
+
+    Waits for collectives in flight, and drops what FSDP2 keeps between the passes of an iteration. Reduced gradients stay.
+
+    Args:
+        roots: The outermost sharded modules.
+        reshards: Whether gathered parameters and their gradients are freed. `FSDPModule.reset_iter_state()` frees the
+            parameters only: gradients that a failed backward pass has not reduced would be added to the next ones (torch 2.13).
+            A step that holds whole parameters needs both again.
+    """
+    for root in roots:
+        state = root._get_fsdp_state()
+        if state._is_root is None:
+            continue  # no pass has begun yet
+        handle: Any = state._device_handle
+        wait = handle.current_stream().wait_event
+        _drop_collectives(state._comm_ctx, wait)
+        for one in state._state_ctx.all_states:
+            one._modules_to_run_forward.clear()
+            one._training_state = TrainingState.IDLE
+            for group in _groups(one):
+                _reset_group(group, wait)
+                if reshards:
+                    _drop_whole_gradients(group)
+                    group._to_sharded()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    """Yield the groups of parameters of a module: several since torch 2.13, at most one before."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    yield from [one for one in (state._fsdp_param_group,) if one is not None] if groups is None else groups
+
+
+def _drop_collectives(context: Any, wait: Callable[[Any], object]) -> None:
+    """Wait for the collectives of all groups, and drop their buffers."""
+    last = getattr(context, "reduce_scatter_state", None)  # one buffer, before torch 2.13
+    held = [context.all_gather_state, last, *getattr(context, "reduce_scatter_states", ())]
+    for one in held:
+        if one is not None and one.event is not None:
+            wait(one.event)
+    context.all_gather_state = None
+    if hasattr(context, "reduce_scatter_state"):
+        context.reduce_scatter_state = None
+    getattr(context, "reduce_scatter_states", []).clear()
+    events = getattr(context, "_last_post_reduce_events", {})
+    for event in events.values():
+        wait(event)
+    events.clear()
+    context.post_forward_order.clear()
+
+
+def _reset_group(group: Any, wait: Callable[[Any], object]) -> None:
+    """Wait for the collectives of one group, and drop what it keeps of the iteration."""
+    gathered = group._all_gather_result
+    if gathered is not None:
+        if gathered.all_gather_event is not None:
+            wait(gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+        group._all_gather_result = None
+    reduced = getattr(group._all_reduce_state, "event", None)
+    for event in (group._post_reduce_event, reduced, group._reshard_after_forward_event):
+        if event is not None:
+            wait(event)
+    group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+
+
+def _drop_whole_gradients(group: Any) -> None:
+    for parameter in group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        whole = getattr(parameter, "_unsharded_param", None)  # made by the first all-gather
+        if whole is not None:
+            whole.grad = None
+
+
+class VotedCollectives:
+    """The all-gather and the reduce-scatter of sharded modules, each after a vote of the ranks.
+
+    A rank that is out of memory cannot take part in a collective, and the others would wait for it. FSDP2 calls these objects
+    when the buffers of a collective are allocated and before it is enqueued. So a vote here finds every rank either ready, or
+    failed before this collective. A process that is gone is named.
+
+    Attributes:
+        ranks: All ranks of the run.
+        vote: Called before each collective with its description; raises if another rank has failed. None while ranks do not
+            vote.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.vote: Callable[[str], object] | None = None
+
+    def begin(self, kind: str, sent: Tensor) -> None:
+        """Vote on a collective that sends a tensor, if ranks vote now."""
+        if self.vote is not None:
+            self.vote(f"{kind} of {sent.numel()} {sent.dtype}")
+
+
+class _Allocates:
+    def __init__(self, voted: VotedCollectives) -> None:
+        self._voted = voted
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the memory of a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocates):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._voted.begin("all-gather", input_tensor)
+        with self._voted.ranks.losses_named():
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Allocates):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._voted.begin("reduce-scatter", input_tensor)
+        with self._voted.ranks.losses_named():
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def set_collectives(roots: Iterable[FSDPModule], voted: VotedCollectives) -> None:
+    """Let all sharded modules in `roots` run their collectives through `voted`."""
+    for root in roots:
+        for module in root.modules():  # pyright: ignore[reportAttributeAccessIssue]  # it is an nn.Module
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_AllGather(voted))  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(_ReduceScatter(voted))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,243 @@
+"""The training step of ranks that hold shards: all run the same passes, and leave and repeat them together.
+
+FSDP2 gathers each block before its forward and its backward pass, and reduces its gradients after it. So a step is full of
+collectives, and no rank may fail alone in it:
+
+    PARTS          ranks agree on the number of micro-batches: that of the rank that needs the most
+    GATHER         a vote before each collective, when its buffers are allocated: a rank that ran out of memory votes once,
+                   and all leave the step
+    GRADIENTS      a vote at the end of the passes, as for ranks that run alone
+    …              the optimizer's part, in `update`
+
+After a step that all have left, each rank resets what FSDP2 keeps of it, undoes it and repeats it with more micro-batches. A vote also
+compares the collective that each rank is about to run. If these differ, because a module takes another path on one rank, all ranks end.
+"""
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.errors import ConfigurationError, RankError, SplitError
+from lightning_unified.step.encoders import encoders_of
+from lightning_unified.step.evaluation import EvaluationSteps
+from lightning_unified.step.policy.memory_policy import STAGES
+from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
+from lightning_unified.step.ranks.policy import DistributedPolicy
+from lightning_unified.step.ranks.reduction import Replicas
+from lightning_unified.step.recovery.oom import caught
+from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.step.sharding.iteration import VotedCollectives, reset_iteration, set_collectives
+from lightning_unified.step.sharding.update import ShardedUpdate
+from lightning_unified.step.split import BatchShape
+
+__all__ = ["KeptShards", "LockstepEvaluation", "LockstepOptimization", "inside_root"]
+
+
+class KeptShards(Replicas):
+    """A sharded module whose blocks are gathered one at a time; FSDP2 has reduced gradients when the passes end.
+
+    Attributes:
+        collectives: The collectives of all blocks, which vote during a step.
+    """
+
+    strategy = "unified_fsdp"
+
+    def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
+        super().__init__(module, ranks)
+        self._roots = list(roots)
+        self.collectives = VotedCollectives(ranks)
+        set_collectives(self._roots, self.collectives)
+
+    def leave(self, *, failed: bool) -> None:
+        """Free gathered parameters after the passes of a batch; after ones that `failed`, reset FSDP2's state as well."""
+        self.collectives.vote = None
+        if failed:
+            reset_iteration(self._roots, reshards=True)
+        for root in self._roots:
+            root.reshard()
+
+    @override
+    def absent(self) -> int:
+        return 0
+
+    @override
+    def fill(self, absent: int) -> None:
+        """Do nothing: FSDP2 reduces the same parameters on all ranks."""
+
+    @override
+    def average_gradients(self, absent: int) -> None:
+        """Do nothing: FSDP2 has averaged the gradients."""
+
+
+class LockstepOptimization(ShardedUpdate):
+    """Runs one optimization step on all ranks in lockstep."""
+
+    _shape: BatchShape | None = None
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        policy: DistributedPolicy,
+        *,
+        ranks: Ranks,
+        shards: KeptShards,
+        broadcast_buffers: bool,
+    ) -> None:
+        super().__init__(trainer, policy, ranks=ranks, replicas=shards, broadcast_buffers=broadcast_buffers)
+        self._shards = shards
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        try:
+            return super().run(optimizer, batch_idx, kwargs)
+        finally:
+            self._shards.leave(failed=False)
+
+    @override
+    def _run_and_recover(
+        self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
+    ) -> dict[str, Any]:
+        self._shape = shape
+        return super()._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
+
+    @override
+    def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+        parts = agree_on_parts(self._ranks, self._policy.sizes, self._shape)
+        if parts > 1:
+            _refuse_split(self.trainer, self._distributed_policy, "fit")
+        self._shards.collectives.vote = self._vote
+        outputs, reason = super()._run_attempt(run)
+        self._shards.leave(failed=reason is not None)
+        return outputs, reason
+
+    def _vote(self, collective: str) -> None:
+        refuse_other_collectives(self._meet(Point.GATHER, then=self._next, digest=zlib.crc32(collective.encode())))
+
+
+class LockstepEvaluation(EvaluationSteps):
+    """Runs evaluation steps on all ranks in lockstep: a batch that one rank has no memory for is repeated by all."""
+
+    def __init__(self, trainer: L.Trainer, policy: DistributedPolicy, *, ranks: Ranks, shards: KeptShards) -> None:
+        super().__init__(trainer, policy)
+        self._ranks, self._shards, self._distributed_policy = ranks, shards, policy
+
+    @override
+    def _attempt(
+        self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str
+    ) -> Any:
+        with self._ranks.reporting_errors():
+            if agree_on_parts(self._ranks, self._policy.evaluation_sizes, shape) > 1:
+                _refuse_split(self._trainer, self._distributed_policy, STAGES[phase])
+            heard: list[str] = []
+
+            def meet(**figures: Any) -> list[Word]:
+                words = self._ranks.meet(Point.GATHER, **figures)
+                if short := [word for word in words if word.outcome is not Outcome.WELL]:
+                    heard.append(f"rank {short[0].rank} ran out of memory: {short[0].text}")
+                    raise MemoryError(heard[0])
+                return words
+
+            def vote(collective: str) -> None:
+                refuse_other_collectives(meet(digest=zlib.crc32(collective.encode())))
+
+            def all_run() -> Any:
+                output = super(LockstepEvaluation, self)._attempt(step, batch, rest, shape=shape, phase=phase)
+                meet()
+                return output
+
+            self._shards.collectives.vote = vote
+            output, reason = caught(all_run)
+            if reason is not None and not heard:
+                self._ranks.meet(Point.GATHER, Outcome.SHORT, text=reason)
+            self._shards.leave(failed=reason is not None)
+        if reason is not None:
+            raise MemoryError(reason)
+        return output
+
+
+def agree_on_parts(ranks: Ranks, sizes: MicroBatchSize, shape: BatchShape | None) -> int:
+    """Let all ranks run as many micro-batches as the one that needs the most; return their number.
+
+    Raises:
+        RankError: If this rank's batch has fewer rows than that.
+    """
+    sizes.parts = 1
+    needed = 1 if shape is None or sizes.runs_whole else len(sizes.micro_batches(shape))
+    words = ranks.meet(Point.PARTS, digest=needed)
+    parts = max(word.digest for word in words)
+    sizes.parts = parts
+    own = 1 if shape is None else len(sizes.micro_batches(shape))
+    if own != parts:
+        sizes.parts = 1
+        rows = "a batch that is not split" if shape is None else f"a batch of {shape.rows} rows"
+        raise RankError(
+            f'rank {ranks.rank} has {rows}, and another rank runs its batch in {parts} micro-batches: with hold="shards" all ranks run '
+            'the same number. Give every rank batches of as many rows, or hold="parameters".'
+        )
+    return parts
+
+
+def refuse_other_collectives(words: Sequence[Word]) -> None:
+    """Raise `RankError` if ranks are about to run different collectives."""
+    if len({word.digest for word in words if word.outcome is Outcome.WELL}) > 1:
+        raise RankError(
+            "the ranks came to different collectives of the sharded module, because their steps take different paths (a layer or a loss "
+            'that only some ranks have in this batch). Let every rank run the same layers, or give hold="parameters".'
+        )
+
+
+def _refuse_split(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> None:
+    """Raise if batches of a stage cannot be split in lockstep."""
+    if policy.batches.checks(stage):
+        raise SplitError(
+            'hold="shards" cannot check that a batch splits exactly, because each rank would run other passes than the others. Give '
+            'check_split=False if the loss is a mean over rows (or scored labels, or as MicroBatchRules say), hold="parameters", or batches '
+            "that need no split."
+        )
+    if encoders_of(trainer, policy, stage) is not None:
+        raise ConfigurationError(
+            'hold="shards" cannot run encoders in chunks (MicroBatchRules(encoders=…)): the number of passes would differ between ranks; give '
+            'hold="parameters".'
+        )
+
+
+@contextmanager
+def _redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
+    """Let the next call of `module` run `method` instead of its forward."""
+    own = vars(module).get("forward")
+
+    def put_back() -> None:
+        if own is None:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put_back()  # the method may call the module
+        return method(*args, **kwargs)
+
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def inside_root(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a module's `method`, run inside the hooks of its forward.
+
+    These gather the parameters that belong to no block. `training_step` may call layers of the module without calling the module.
+    """
+    if not isinstance(module, FSDPModule):
+        return method(*args, **kwargs)
+    with _redirected(module, method):
+        result: Any = module(*args, **kwargs)
+    return result

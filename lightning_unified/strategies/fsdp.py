@@ -1,0 +1,362 @@
+"""`Trainer(strategy="unified_fsdp")`: one module divided over several ranks (FSDP2), each inside its memory budget."""
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
+from lightning_unified.step.evaluation import EvaluationSteps
+from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.ranks.consensus import Point, Ranks
+from lightning_unified.step.ranks.policy import DistributedPolicy
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from lightning_unified.step.sharding.iteration import initialize, reset_iteration
+from lightning_unified.step.sharding.lockstep import (
+    KeptShards,
+    LockstepEvaluation,
+    LockstepOptimization,
+    inside_root,
+)
+from lightning_unified.step.sharding.shards import WholeShards, bytes_of_whole
+from lightning_unified.step.sharding.update import ShardedUpdate
+from lightning_unified.step.sharding.whole_loop import WholeOptimization
+from lightning_unified.step.sharding.wrapping import is_sharded, materialize, shard, sharded_roots
+from lightning_unified.strategies.base import options_among
+from lightning_unified.strategies.ranked import RankedBase, check_start
+from lightning_unified.strategies.sharded_state import ShardedState
+
+__all__ = ["UnifiedFSDPStrategy"]
+
+
+class UnifiedFSDPStrategy(RankedBase, ShardedState):
+    """Trains one module divided over several devices or processes with FSDP2, each inside a memory budget.
+
+    Each rank holds its rows of every parameter, of its gradient and of the optimizer state. The module's repeated blocks are
+    gathered one by one; a module that calls `fully_shard` in `configure_model` is left as it is. The result is that of one process on
+    the ranks' joined batches. If a rank runs out of memory, all repeat the batch; see docs/explanation/sharding.md.
+
+    A strategy object serves one Trainer.
+
+    The keyword arguments that are not listed here are those of `UnifiedDDPStrategy`.
+
+    Args:
+        hold: What a rank holds whole during a step. `"parameters"`: whole parameters and gradients, gathered once before the step and
+            reduced once after it; each rank splits, checks and repeats its own batch alone. `"shards"`: one block at a time; all ranks
+            run the same number of micro-batches and repeat a batch together, and the exactness check is not offered. `"auto"` chooses
+            `"parameters"` if whole parameters, whole gradients and the rank's shards fit into the budget of every rank.
+        optimizer_rollback: Keep a copy of this rank's rows of weights and optimizer state during each optimizer step, to restore if
+            memory runs out while it writes: no other rank has these rows.
+        process_group_backend: The backend of collectives; default NCCL on CUDA, gloo elsewhere.
+        timeout: How long a rank waits for the others, at a meeting or in a collective, before it ends with an error.
+        start_method: How processes are started: `"popen"` runs the script again, `"spawn"`, `"fork"` and `"forkserver"` are
+            multiprocessing's.
+        broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
+
+    Raises:
+        ConfigurationError: If an argument has a value that is not allowed.
+    """
+
+    strategy_name = "unified_fsdp"
+    gradients_are_alike = False
+
+    def __init__(
+        self,
+        *,
+        hold: Literal["auto", "parameters", "shards"] = "auto",
+        budget: str | int = "auto",
+        micro_batch_size: int | Literal["auto"] = "auto",
+        recompute: bool | Literal["auto"] = "auto",
+        precision: str = "trainer",
+        optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
+        loss_chunk: int | Literal["auto", False] = "auto",
+        attention: Literal["auto", "chunked", "torch"] = "auto",
+        recover: bool = True,
+        optimizer_rollback: bool = True,
+        micro_batches: MicroBatchRules | None = None,
+        batch_norm: Literal["refuse", "micro"] = "refuse",
+        check_split: bool = True,
+        evaluation_micro_batch_size: int | Literal["auto"] = "auto",
+        window_mean: Literal["batches", "terms"] = "batches",
+        remember: str | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        broadcast_buffers: bool = True,
+    ) -> None:
+        check_start(start_method, timeout)
+        if hold not in ("auto", "parameters", "shards"):
+            raise ConfigurationError(f'hold={hold!r}: give "auto", "parameters" or "shards".')
+        predict = False
+        options = options_among(locals())
+        if hold == "shards":
+            _refuse_in_lockstep(options)
+        self._use(DistributedPolicy(options, BudgetWatch(budget)))
+        self._hold = hold
+        self._broadcast_buffers = broadcast_buffers
+        self._mesh: DeviceMesh | None = None
+        self._shards: WholeShards | KeptShards | None = None
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, without what connects it to the other ranks."""
+        return {**super().__getstate__(), "_mesh": None, "_shards": None}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks, with one dimension `"data_parallel"`; `configure_model` may use it."""
+        assert self._mesh is not None, "the mesh exists once fit, validate, test or predict has begun"
+        return self._mesh
+
+    @property
+    def whole_parameters(self) -> list[Tensor]:
+        """The whole parameters that a step computes with; none before they are gathered for the first time."""
+        return self._shards.whole_parameters if isinstance(self._shards, WholeShards) else []
+
+    @property
+    def holds(self) -> str:
+        """What a rank holds whole during a step: `"parameters"` or `"shards"`."""
+        return "shards" if isinstance(self._shards, KeptShards) else "parameters"
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",))
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._mesh  # as Lightning's ModelParallelStrategy
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shard the module, then set up as every unified strategy does."""
+        module = self.lightning_module
+        assert module is not None
+        with self.ranks.reporting_errors():
+            if self._precision_plugin is None:
+                self._precision_plugin = Precision()
+            _refuse_module(module, self.precision_plugin, trains=trainer.state.fn == TrainerFn.FITTING)
+            self.precision_plugin.convert_module(module)
+            if not is_sharded(module):
+                _copy_from_first(module, self.ranks)
+                shard(module, self.device_mesh)
+            materialize(module, self.root_device)
+            _refuse_placements(module)
+        super().setup(trainer)
+
+    @override
+    def _set_up_model(self, trainer: L.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.model_to_device()
+        roots = sharded_roots(module)
+        initialize(roots)
+        with self.ranks.reporting_errors():
+            keeps = self._keeps_shards(module)
+            if keeps:
+                _refuse_in_lockstep(self.policy.options)
+            self._shards = (KeptShards if keeps else WholeShards)(module, roots, self.ranks)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            _refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        # the norm of sharded gradients is a sum over ranks
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+
+    @override
+    def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super()._optimization(trainer)
+        shards, arguments = self._shards, {"ranks": self.ranks, "broadcast_buffers": self._broadcast_buffers}
+        if isinstance(shards, KeptShards):
+            return LockstepOptimization(trainer, self.policy, shards=shards, **arguments)
+        assert shards is not None
+        return WholeOptimization(trainer, self.policy, shards=shards, **arguments)
+
+    @override
+    def _evaluation(self, trainer: L.Trainer) -> EvaluationSteps:
+        if isinstance(self._shards, KeptShards):
+            return LockstepEvaluation(trainer, self.policy, ranks=self.ranks, shards=self._shards)
+        return super()._evaluation(trainer)
+
+    def _keeps_shards(self, module: nn.Module) -> bool:
+        """Return whether ranks hold shards during a step: as asked, or if the whole does not fit the budget of one of them."""
+        if self._hold != "auto":
+            return self._hold == "shards"
+        budget = self.policy.watch.budget
+        fits = budget is None or bytes_of_whole(module, ranks=self.world_size) <= budget.bytes
+        words = self.ranks.meet(Point.DECISION, digest=int(not fits))
+        return any(word.digest for word in words)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step as Lightning does, with a meeting of the ranks between the closure and the first written weight."""
+        assert isinstance(self._loop, ShardedUpdate)
+        module: Any = model or self.lightning_module
+        wrapped = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
+        return optimizer.step(closure=self._loop.updating(wrapped), **kwargs)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert isinstance(self._loop, ShardedUpdate)
+        if clip_val > 0:
+            self._loop.clip_by_norm(optimizer, float(clip_val))
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._gather()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._gather()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Make parameters whole for an evaluation, in which each rank may repeat its own batches."""
+        if isinstance(self._shards, WholeShards):
+            with self.ranks.reporting_errors():
+                self._shards.gather()
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if self._shards is not None and module is not None:
+            reset_iteration(sharded_roots(module), reshards=True)  # Lightning moves the module, which FSDP2 refuses in mid-step
+        super().teardown()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stepped("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+
+    def _stepped(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        method = getattr(module, name)
+        with context:
+            if isinstance(self._shards, KeptShards):
+                return inside_root(module, method, *args, **kwargs)
+            return method(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        call = partial(self._evaluation_step, "validation_step")
+        return self._evaluated(call, args, kwargs, phase="validation")
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(partial(self._evaluation_step, "test_step"), args, kwargs, phase="test")
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(partial(self._evaluation_step, "predict_step"), args, kwargs, phase="predict")
+
+    def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        contexts = {
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }
+        return self._stepped(name, contexts[name](), args, kwargs)
+
+
+def _refuse_in_lockstep(options: MemoryOptions) -> None:
+    """Raise `ConfigurationError` for options that ranks which hold shards do not offer."""
+    if options.window_mean == "terms":
+        raise ConfigurationError(
+            'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
+            'hold="parameters" or window_mean="batches".'
+        )
+    if options.loss_chunk not in ("auto", False):
+        raise ConfigurationError(
+            f'hold="shards" cannot compute the loss in chunks (loss_chunk={options.loss_chunk}), which uses the output layer outside of its '
+            'own forward; give hold="parameters" or loss_chunk=false.'
+        )
+
+
+def _refuse_module(module: L.LightningModule, precision: Precision, *, trains: bool) -> None:
+    """Raise `ConfigurationError` for what cannot be trained sharded."""
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ConfigurationError(
+            'strategy="unified_fsdp" cannot train with precision="16-mixed": each rank has other rows of the gradients, and its scaler would '
+            "decide by these alone. Use bf16-mixed, bf16-true or 32-true."
+        )
+    if trains and not module.automatic_optimization:
+        raise ConfigurationError(
+            'strategy="unified_fsdp" needs automatic optimization: gradients are reduced in its step. Use automatic optimization, or '
+            "Lightning's ModelParallelStrategy."
+        )
+    sharded = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
+    if sharded and any(not isinstance(one, DTensor) for one in module.parameters()):
+        name = next(name for name, one in module.named_parameters() if not isinstance(one, DTensor))
+        raise ConfigurationError(
+            f"configure_model of {type(module).__name__} shards {sharded[0] or 'the module'} and leaves {name} whole, whose gradient no rank "
+            'would reduce; shard every parameter, or none, so that strategy="unified_fsdp" does.'
+        )
+
+
+def _refuse_placements(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+            raise ConfigurationError(
+                f'strategy="unified_fsdp" divides each parameter by rows over all ranks, and {name} is '
+                f"{getattr(parameter, 'placements', 'whole')}. Hybrid sharding and tensor parallelism are not supported: in configure_model, "
+                "call fully_shard with a mesh of one dimension (self.device_mesh) and no shard_placement_fn."
+            )
+
+
+def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                'strategy="unified_fsdp" cannot run LBFGS, which computes with all parameters in one vector; use another optimizer.'
+            )
+
+
+def _copy_from_first(module: nn.Module, ranks: Ranks) -> None:
+    """Give all ranks the first rank's parameters and buffers.
+
+    Raises:
+        ConfigurationError: If the ranks built different modules.
+    """
+    held = [*module.named_parameters(), *module.named_buffers()]
+    description = "\n".join(f"{name} {tuple(value.shape)} {value.dtype} {value.device.type}" for name, value in held)
+    words = ranks.meet(Point.MODULE, digest=zlib.crc32(description.encode()))
+    other = next((word.rank for word in words if word.digest != words[0].digest), None)
+    if other is not None:
+        ranks.end()
+        raise ConfigurationError(
+            f"rank {other} made another {type(module).__name__} than rank 0: its parameters differ in number, name, shape or type. Build "
+            "the module from the same arguments on all ranks."
+        )
+    with torch.no_grad():
+        for _, value in held:
+            if value.numel() and not value.is_meta:
+                sent = value.detach().contiguous()
+                ranks.broadcast(sent.view(-1).view(torch.uint8), source=0)
+                value.copy_(sent)

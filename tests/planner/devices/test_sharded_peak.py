@@ -1,0 +1,118 @@
+"""The predicted peak of one rank of several, and the one that torch's allocator counts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_unified
+from lightning_unified.cost_model.trace.trace import Collective
+from lightning_unified.errors import ConfigurationError, DryRunError
+from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.ranks.fake_group import fake_group
+from lightning_unified.planner.ranks.sharded_copy import Sharding
+from tests.support.modules.ranked_blocks import BLOCKS, ROWS, WIDTH, Net
+from tests.support.ranks.counted_peaks import counted_peak, join
+from tests.support.ranks.processes import on_ranks
+
+
+def traced(devices, *, hold=None, parts=1):
+    with fake_group(devices):
+        step = StepSpec(module=Net(), batch=torch.zeros(ROWS, WIDTH), sharding=Sharding(devices=devices, hold=hold))
+        return DryRun(step).run(ROWS // parts, parts)
+
+
+def collectives(trace):
+    return [(event.op, event.phase) for event in trace.events if isinstance(event, Collective)]
+
+
+def test_the_predicted_peak_of_a_rank_is_the_counted_one(tmp_path):
+    counted = on_ranks(counted_peak, 2, tmp_path / "memory", size=2, limit_s=150)
+    guess = lightning_unified.predict(
+        Net(), torch.zeros(ROWS, WIDTH), device="cpu", devices=2, strategy="fsdp"
+    ).peak_bytes
+
+    assert guess == pytest.approx(max(counted), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "hold"), [("fsdp", "auto"), ("unified_fsdp", "parameters"), ("unified_fsdp", "shards")]
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_predicted_peak_of_a_transformer_is_the_counted_one(strategy, hold, recompute):
+    from benchmarks.planner.harness.ranks import RankCell, measured
+    from benchmarks.planner.several_devices import predicted
+
+    cell = RankCell(module="gearhead-small", devices=2, strategy=strategy, hold=hold, recompute=recompute, rows=4)
+
+    assert predicted(cell) == pytest.approx(max(measured(cell)), rel=0.02)
+
+
+def test_a_step_gathers_each_block_twice_and_reduces_it_once():
+    found = collectives(traced(2))
+
+    groups = BLOCKS + 1  # the root gathers once, because it stays whole until the end of the backward pass
+    assert found.count(("all-gather", "forward")) == groups
+    assert found.count(("all-gather", "backward")) == BLOCKS
+    assert found.count(("reduce-scatter", "backward")) == groups
+
+
+def test_every_micro_batch_gathers_and_reduces_unless_parameters_stay_whole():
+    assert len(collectives(traced(2, parts=2))) == 2 * len(collectives(traced(2)))
+    assert len(collectives(traced(2, hold="parameters", parts=2))) == len(collectives(traced(2, hold="parameters")))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_a_rank_holds_its_share_of_weights_and_optimizer_state(devices):
+    trace = traced(devices)
+    whole = sum(one.numel() * 4 for one in Net().parameters())
+
+    held = dict.fromkeys(("weights", "optimizer state"), 0)
+    for event in trace.events[:200]:
+        if getattr(event, "category", None) in held:
+            held[event.category] += event.bytes
+    assert held["weights"] == pytest.approx(whole / devices, rel=0.02)
+    assert held["optimizer state"] == pytest.approx(2 * whole / devices, rel=0.02)
+
+
+def test_a_prediction_leaves_no_process_group_behind():
+    traced(4)
+
+    assert not dist.is_initialized()
+
+
+def in_a_group_of_two():
+    join(2)
+    try:
+        return lightning_unified.predict(
+            Net(), torch.zeros(ROWS, WIDTH), device="cpu", devices=8, strategy="fsdp"
+        ).peak_bytes
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_that_is_one_of_other_ranks_refuses_by_their_number():
+    ended = on_ranks(in_a_group_of_two, size=2)
+
+    assert {one.kind for one in ended} == {ConfigurationError.__name__}
+    assert "devices=8" in ended[0].text and "one of 2 ranks" in ended[0].text
+
+
+def test_a_module_that_shards_itself_is_traced_as_it_does():
+    class ShardsItself(Net):
+        def configure_model(self):
+            from torch.distributed.fsdp import FSDPModule, fully_shard
+
+            if not isinstance(self, FSDPModule):
+                fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    with fake_group(2):
+        step = StepSpec(module=ShardsItself(), batch=torch.zeros(ROWS, WIDTH), sharding=Sharding(devices=2))
+        assert collectives(DryRun(step).run(ROWS)).count(("all-gather", "forward")) == 1
+
+
+def test_a_sharded_step_outside_of_a_group_says_where_it_is_traced():
+    step = StepSpec(module=Net(), batch=torch.zeros(ROWS, WIDTH), sharding=Sharding(devices=2))
+
+    with pytest.raises(DryRunError, match="2 sharded ranks"):
+        DryRun(step).run(ROWS)
