@@ -247,7 +247,9 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     def teardown(self) -> None:
         module = self.lightning_module
         if self._shards is not None and module is not None:
-            reset_iteration(sharded_roots(module), reshards=True)  # Lightning moves the module, which FSDP2 refuses in mid-step
+            reset_iteration(
+                sharded_roots(module), reshards=True
+            )  # Lightning moves the module, which FSDP2 refuses in mid-step
         super().teardown()
 
     @override
