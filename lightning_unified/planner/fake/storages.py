@@ -109,9 +109,7 @@ class Storages:
         untyped = tensor.untyped_storage()
         return self._follow(tensor, untyped, self.reserve(untyped.nbytes()), in_forward=in_forward)
 
-    def _follow(
-        self, tensor: Tensor, untyped: torch.UntypedStorage, storage: Storage, *, in_forward: bool
-    ) -> Storage:
+    def _follow(self, tensor: Tensor, untyped: torch.UntypedStorage, storage: Storage, *, in_forward: bool) -> Storage:
         key = untyped._cdata
         if in_forward:
             storage.in_forward = True
