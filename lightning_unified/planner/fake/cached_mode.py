@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_unified.planner.fake.known_values import tensors_among
 from lightning_unified.planner.fake.own_kernels import OWN_KERNELS, run_on_zeros
+from lightning_unified.planner.fake.same_shape import SameShape
 
 __all__ = ["CachedFakeMode"]
 
@@ -42,6 +43,7 @@ _ENTRIES = 50_000  # judgement: recipes of one world; a step of a large network 
 Recipe = Callable[["CachedFakeMode", Any], Any]
 
 _recipes: dict[Any, Recipe | None] = {}  # of all worlds: a recipe gives layouts, which are the same in each
+_same_shape = SameShape()
 
 
 class _UnknownError(Exception):
@@ -69,13 +71,24 @@ class CachedFakeMode(FakeTensorMode):
         if key is None:
             return self._inferred(func, types, args, kwargs)
         known = (torch.get_default_dtype(), *key)
-        recipe = _recipes.get(known)
+        recipe = self._known_recipe(known, func, args, kwargs)
         if recipe is not None:
             return recipe(self, args)
         result = self._inferred(func, types, args, kwargs)
         if known not in _recipes and len(_recipes) < _ENTRIES:
-            _recipes[known] = self._recipe(func, args, kwargs, result, key)
+            recipe = _recipes[known] = self._recipe(func, args, kwargs, result, key)
+            if recipe is not None:
+                _same_shape.note(func, args, kwargs, result)
         return result
+
+    def _known_recipe(self, known: Any, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Recipe | None:
+        """Return the recipe for a signature, perhaps from a call with another shape."""
+        recipe = _recipes.get(known)
+        if recipe is None and known not in _recipes:
+            layout = _same_shape.layout(func, args, kwargs)
+            if layout is not None and len(_recipes) < _ENTRIES:
+                recipe = _recipes[known] = _contiguous(*layout)
+        return recipe
 
     def _inferred(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what torch's mode returns; operations that it refuses get their shapes from `own_kernels`."""
@@ -99,7 +112,9 @@ class CachedFakeMode(FakeTensorMode):
         if _is_view(func) and self._is_plain(args[0]):
             return self._viewed(func, args, kwargs)
         key = self._key(func, args, kwargs)
-        recipe = None if key is None else _recipes.get((torch.get_default_dtype(), *key))
+        if key is None:
+            return NotImplemented
+        recipe = self._known_recipe((torch.get_default_dtype(), *key), func, args, kwargs)
         return NotImplemented if recipe is None else recipe(self, args)
 
     def _key(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any] | None:
@@ -220,6 +235,15 @@ class CachedFakeMode(FakeTensorMode):
             return mode.fake(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
 
         return make
+
+
+def _contiguous(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Recipe:
+    """Return the recipe of a new contiguous tensor."""
+
+    def make(mode: CachedFakeMode, _: Any) -> Tensor:
+        return mode.fake(torch.empty(shape, dtype=dtype, device=_META), device)
+
+    return make
 
 
 @cache
