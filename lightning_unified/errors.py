@@ -81,15 +81,31 @@ class HalfUpdatedError(RunError):
 
 
 class GpuFaultError(RunError):
-    """The GPU lost work without an error, and repeating the step does not help or would not be exact."""
+    """The GPU lost work without an error, and repeating the step cannot repair it.
+
+    Either the fault persists, or a repetition would not be exact.
+    """
 
 
 class UndoError(RunError):
-    """A step that is undone changed state that cannot be restored, so training cannot go on exactly."""
+    """A step that must be undone changed state that cannot be restored.
+
+    Training cannot continue exactly.
+    """
 
 
 class RankError(RunError):
-    """Another rank failed, is gone, or is at another point of the run, so this rank cannot continue."""
+    """Another rank failed, is gone, or is at another point of the run, so this rank cannot continue.
+
+    Args:
+        text: What happened.
+        failed: Ranks that reported an error of their own.
+        missing: Ranks that do not answer.
+    """
+
+    def __init__(self, text: str = "", *, failed: tuple[int, ...] = (), missing: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.failed, self.missing = failed, missing
 
 
 class HostFrozenError(RunError):

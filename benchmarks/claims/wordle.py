@@ -1,4 +1,4 @@
-"""The memory that seed 003 ascribes to its tuning, beside the predicted memory of both steps.
+"""The memory that seed 003 ascribes to its tuning, beside predictions for both steps.
 
 Usage: python -m benchmarks.claims.wordle
 

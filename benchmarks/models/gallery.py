@@ -1,4 +1,4 @@
-"""Make the pictures of the gallery that need a CPU only: runs of GearHead, of the classifier and of GRPO.
+"""Make the gallery's pictures of CPU runs: GearHead, the classifier and GRPO.
 
 Usage: `python -m benchmarks.models.gallery [gearhead] [classifier] [grpo]`; default: all. GearHead trains on the texts that come with Python.
 The classifier and GRPO are the runs of their tutorials, whose notebooks are executed anew (nbclient and ipykernel are needed). Each writes
@@ -36,7 +36,7 @@ def gearhead(picture: Path) -> dict[str, Any]:
 
 
 def classifier(picture: Path) -> dict[str, Any]:
-    """Execute the tutorial of the classifier; the picture shows its confusion matrix and its reliability."""
+    """Execute the classifier's tutorial; draw its confusion matrix and reliability."""
     return _tutorial("02_classifier", picture, shown="validation.png")
 
 

@@ -1,1 +1,1 @@
-"""Memory options: which blocks to recompute, and what is kept."""
+"""Memory options: their memory and time, one folder for each subject."""

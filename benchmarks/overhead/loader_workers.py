@@ -43,7 +43,7 @@ def own_bytes(pid: int) -> int:
 
 
 def measured(dataset: Any, workers: int, method: str | None) -> dict[str, Any]:
-    """Return the seconds of the first batch and of a later one, and the largest memory of a process."""
+    """Return the seconds of the first and of a later batch, and a process's largest memory."""
     sampler = BatchSampler(SequentialSampler(range(ROWS)), BATCH, drop_last=True)
     loader = DataLoader(
         dataset, batch_sampler=sampler, collate_fn=same, num_workers=workers, multiprocessing_context=method

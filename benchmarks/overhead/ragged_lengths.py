@@ -1,4 +1,4 @@
-"""Rows of very different lengths in a memory budget: a fit set by hand beside the strategy's.
+"""Rows of very different lengths in a budget: a fit set by hand beside the strategy's.
 
 A decoder of 60 M parameters trains on 60 batches of 16 rows of 100 to 1,600 tokens. Each batch is padded to its longest row. By hand:
 activation checkpointing, a quarter of each batch at a time, and gradient accumulation. Under the strategy: nothing is set but the budget.
@@ -69,7 +69,7 @@ class Decoder(L.LightningModule):
 
 
 class Texts(Dataset):
-    """Batches of random tokens, each padded to its longest row; `pieces` of one batch follow each other."""
+    """Batches of random tokens, each padded to its longest row, in consecutive `pieces`."""
 
     def __init__(self, sizes: dict[str, Any], *, pieces: int) -> None:
         drawn = random.Random(5)

@@ -1,4 +1,4 @@
-"""Compare the allocations of a step on a GPU with those that the planner predicts, one by one.
+"""Compare each allocation of a step on a GPU with the planner's prediction.
 
     python -m benchmarks.planner.allocations [--only TEXT] [--jobs 14] [--output FILE]
 

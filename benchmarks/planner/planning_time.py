@@ -1,4 +1,4 @@
-"""CPU seconds of plans of the models, beside those of the largest one's network as a plain module.
+"""CPU seconds of the models' plans, beside those of the largest network as a plain module.
 
 Each plan runs in a process of its own. The record holds the CPU seconds of the whole process (user and system), those before the first dry run
 (imports, configuration and the module without its weights), the number of dry runs, and the ratio of the seconds to those of the plain module
@@ -49,7 +49,7 @@ PLANS = (
 
 
 class Plain(L.LightningModule):
-    """The network of `wordle/qwen2_5_3b` without adapters, of which the norms' weights are trained."""
+    """The network of `wordle/qwen2_5_3b` without adapters, with trained norm weights."""
 
     def __init__(self) -> None:
         super().__init__()

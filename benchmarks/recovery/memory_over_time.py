@@ -1,4 +1,4 @@
-"""Record the memory of three runs while long batches arrive; README's picture is drawn from the record.
+"""Record the memory of three runs while long batches arrive, for README's picture.
 
     python -m benchmarks.recovery.memory_over_time [--output FILE]     # needs a CUDA device; about a minute
     python -m benchmarks.recovery.memory_over_time --draw                              # draws the picture from the record

@@ -1,4 +1,4 @@
-"""A control group that counts this process's memory from now on, page cache included, and may limit it."""
+"""Control group that counts, and may limit, this process's memory with the page cache."""
 
 import os
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def entered(limit: int | None) -> Iterator[Group]:
 
 
 def remove(pid: int) -> None:
-    """Remove the group of a process that has ended inside `entered`, as by a kill; do nothing if there is none."""
+    """Remove the group of a process that ended inside `entered`; do nothing without one."""
     folder = _own()[0] / f"lightning-unified-{pid}"
     if folder.is_dir():
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""Memory of loading and saving weights, the page cache counted, beside other ways to do the same.
+"""Memory of loading and saving weights, page cache included, beside other ways.
 
 Each way runs in a process of its own, in a control group that counts every page from then on. Peaks are shares of the weights' bytes;
 `limited` tells whether it ends within 1.15 times the weights. Saving begins with the weights in memory.

@@ -1,4 +1,4 @@
-"""Load or save weights once, and report the peak of the process's memory, page cache included.
+"""Load or save weights once, and report the process's peak, page cache included.
 
 Usage: python -m benchmarks.weight_files.one WAY MIB [--slack MIB]
        (prints one line of JSON; with --slack the process may take the weights and so much more, or is killed)
@@ -35,7 +35,7 @@ _WIDTH = 1024
 
 
 class Stack(L.LightningModule):
-    """Square layers of 4 MiB, and an embedding of a quarter of all weights, as language models have."""
+    """Square layers of 4 MiB, and an embedding of a quarter of all weights."""
 
     def __init__(self, mib: int) -> None:
         super().__init__()

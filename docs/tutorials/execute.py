@@ -27,10 +27,13 @@ _PLAIN = "import os; os.environ.pop('FORCE_COLOR', None); os.environ.pop('CLICOL
 KEPT = {"tags", "within"}
 VARIES = "varies"
 WITHIN = 0.02
+_EXCERPT = 300  # characters of an unexpected output that are shown
 ROUNDING = 1e-5
 """Numbers below this are differences by rounding, equal to each other."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-_TIME_OF_THIS_RUN = re.compile(r"^(?:. Predicted in [\d.]+ (?:ms|s|min)\.|[a-z' ]+: [\d.]+ (?:ms|s|min)|[\w' ]+ … .*)$")
+_TIME_OF_THIS_RUN = re.compile(
+    r"^(?:. Predicted in [\d.]+ (?:ms|s|min)\.|[\w' ]+: (?:[\d.]+ (?:ms|s|min|h) ?)+|[\w' ]+ … .*)$"
+)
 _DRAWN = re.compile("[\u2580-\u259f#]+")  # bars of a table
 
 
@@ -155,7 +158,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         shown, now = ([pair for output in cell["outputs"] for pair in _texts(output)] for cell in (old, new))
         number, metadata = new["execution_count"], old["metadata"]
         if [kind for kind, _ in shown] != [kind for kind, _ in now]:
-            found.append(f"cell {number} shows {[kind for kind, _ in now]} instead of {[kind for kind, _ in shown]}")
+            kinds = f"{[kind for kind, _ in now]} instead of {[kind for kind, _ in shown]}"
+            new_texts = [text for kind, text in now if kind not in dict(shown) and "image/" not in kind]
+            found.append(" ".join([f"cell {number} shows {kinds}", *(f"({text[:_EXCERPT]})" for text in new_texts)]))
         elif VARIES not in metadata.get("tags", ()):
             pairs = [(text, other) for (kind, text), (_, other) in zip(shown, now, strict=True) if "image/" not in kind]
             unlike = [_unlike(*pair, metadata.get("within", WITHIN)) for pair in pairs]

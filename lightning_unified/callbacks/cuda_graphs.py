@@ -23,12 +23,10 @@ log = logging.getLogger("lightning_unified")
 class CudaGraphs(Callback):
     """Record forward and backward passes of submodules as CUDA graphs.
 
-    Each shape of their inputs has one pair.
-
-    This helps small models, whose steps are limited by the host's kernel launches. Results equal those of the same run without it.
-    Code of `training_step` outside these submodules (the loss, logging) runs eagerly, and so do validation, the optimizer, recovery
-    and new shapes. `RecordedCalls` lists the other eager cases. Data should have few fixed shapes: `data.padded_lengths` for
-    texts, whole batches (`drop_last`) otherwise.
+    Each shape of their inputs has one pair. This helps small models, whose steps are limited by the host's kernel launches. Results
+    equal those of the same run without it. Code of `training_step` outside these submodules (the loss, logging) runs eagerly, and
+    so do validation, the optimizer, recovery and new shapes. `RecordedCalls` lists the other eager cases. Data should have few
+    fixed shapes: `data.padded_lengths` for texts, whole batches (`drop_last`) otherwise.
 
     The graphs take as much memory as the trained parameters; plans of the "unified" strategies count it. Recorded activations stay
     reserved: `torch.cuda.max_memory_reserved` includes them, `max_memory_allocated` does not.
@@ -86,7 +84,7 @@ class CudaGraphs(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Gather gradients and free cached blocks before an optimizer creates its state in the first step.
+        """Gather gradients and free cached blocks before the optimizer creates its state.
 
         Otherwise the state would keep blocks between gradients, left by activations, which recordings could then never use.
         """

@@ -1,4 +1,4 @@
-"""The memory pool of a run: this machine's, or that of the simulated machine of its strategy."""
+"""The memory pool of a run: that of this machine, or of a simulated machine."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,10 @@ def simulated_by(trainer: Trainer) -> SimulatedMachine | None:
 
 
 def pool_of(trainer: Trainer) -> tuple[torch.device, Sources | None]:
-    """Return the device of the run's pool, and the sources of a simulated machine (None: this machine)."""
+    """Return the device of the run's pool, and the readers of a simulated machine.
+
+    The readers are None on a real machine.
+    """
     machine = simulated_by(trainer)
     return (trainer.strategy.root_device, None) if machine is None else (torch.device(machine.device), machine.sources)
 

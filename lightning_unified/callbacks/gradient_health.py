@@ -1,4 +1,4 @@
-"""`GradientHealth`: detect NaN and Inf gradients, and stop after too many bad steps in a row."""
+"""`GradientHealth`: detect NaN and Inf gradients; stop after too many bad steps in a row."""
 
 import math
 from collections.abc import Iterator
@@ -23,17 +23,17 @@ _NAMED = 3  # parameters that a message names; it counts the others
 
 
 class GradientHealth(Callback):
-    """Count optimizer steps with NaN or Inf gradients, log them, and stop after too many in a row.
+    """Count optimizer steps with NaN or Inf gradients; stop after too many bad steps in a row.
 
-    Each step costs one pass over the gradients, as one multi-tensor operation where the backend has it. The pass gives one number per
-    gradient, which is finite only if the whole gradient is. The numbers stay on the device. They are read every `check_every` steps,
-    at the end, and when a checkpoint is written; only then does the host wait. So a row of bad steps is found whole, whenever it
-    began. A step that recovery repeats replaces its first attempt.
+    Each step costs one pass over the gradients, as one multi-tensor operation where the backend has it. The pass computes one number per
+    gradient, which is finite only if the whole gradient is finite. The numbers stay on the device. The callback reads them every
+    `check_every` steps, at the end, and when a checkpoint is written; only then does the host wait. A row of bad steps is therefore found
+    in full, wherever it began. A repetition of a step by recovery replaces its first attempt.
 
-    A gradient scaler (`16-mixed`) skips such steps and needs a few to find its scale, so it has a larger patience. The callback warns
-    about a scale below 1.
+    A gradient scaler (`16-mixed`) skips bad steps and needs a few to find its scale, so its patience is larger. The callback warns about
+    a scale below 1.
 
-    It logs `gradients/nonfinite_steps` at each reading, and for a bad step also `gradients/nan_elements` and
+    It logs `gradients/nonfinite_steps` at each reading. For a bad step it also logs `gradients/nan_elements` and
     `gradients/inf_elements`.
 
     Args:
@@ -276,10 +276,8 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 def _sums(gradients: list[Tensor]) -> Tensor:
     """Return the sums, which show every NaN and Inf.
 
-    On a CPU torch 2.13 vectorises sums, and does not vectorise the infinity norm.
-
-    Where one is not finite, which costs nothing to look at there, the extremes tell which of the two the gradient holds, or
-    that only the sum overflows.
+    On a CPU torch 2.13 vectorises sums, and does not vectorise the infinity norm. Where one is not finite, which costs
+    nothing to look at there, the extremes tell which of the two the gradient holds, or that only the sum overflows.
     """
     sums = [gradient.sum() for gradient in gradients]
     finite = torch.stack(sums).isfinite().tolist()

@@ -53,7 +53,10 @@ def total_steps(trainer: Trainer) -> float:
 
 
 def window_is_open(trainer: Trainer) -> bool:
-    """Return whether an accumulation window continues after this batch, with its gradients in `.grad`."""
+    """Return whether the accumulation window stays open after this batch.
+
+    Its gradients are then in `.grad`.
+    """
     return trainer.fit_loop._should_accumulate()
 
 
@@ -69,10 +72,8 @@ def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
 def begin_epoch_after_resume(trainer: Trainer) -> None:
     """Begin the next epoch in full after a resume from an epoch's last batch.
 
-    Call it in `on_train_start`.
-
-    Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not called, the epoch is not counted as
-    begun, and a file written in it is resumed at the epoch's first batch.
+    Call it in `on_train_start`. Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not
+    called, the epoch is not counted as begun, and a file written in it is resumed at the epoch's first batch.
     """
     loop = trainer.fit_loop
     if (
@@ -95,7 +96,7 @@ def validation_is_complete(trainer: Trainer) -> bool:
 
 
 def will_stop(trainer: Trainer) -> bool:
-    """Return whether no training batch follows because `should_stop` is set or `max_steps` is reached."""
+    """Return whether training ends here: `should_stop` is set or `max_steps` is reached."""
     loop = trainer.fit_loop
     reached = loop.max_steps != -1 and trainer.global_step >= loop.max_steps
     return reached or (trainer.should_stop and loop._can_stop_early)

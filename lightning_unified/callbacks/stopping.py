@@ -43,9 +43,8 @@ def kept_state(trainer: Trainer, *, command: str | None) -> str:
 def stop_cleanly(trainer: Trainer, *, otherwise: str) -> str:
     """End `fit` after this batch.
 
-    Call it from `on_train_batch_end` or `on_validation_end` with no window open.
-
-    Several callbacks may request the stop; the first request counts.
+    Call it from `on_train_batch_end` or `on_validation_end` with no window open. Several callbacks may request the
+    stop; the first request counts.
 
     Args:
         trainer: The Trainer to stop; `restore_limits` restores its limits afterwards.

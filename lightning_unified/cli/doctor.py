@@ -1,4 +1,4 @@
-"""`doctor`: show this machine's memory, capabilities and environment, and the tiers that fit."""
+"""`doctor`: show this machine's memory, capabilities, environment and suitable tiers."""
 
 import argparse
 import json

@@ -1,4 +1,7 @@
-"""Entry point of `python -m lightning_unified`: dispatch to a command; overrides without one go to train."""
+"""Entry point of `python -m lightning_unified`: dispatch to a command.
+
+Overrides without a command go to `train`.
+"""
 
 import difflib
 import errno
@@ -77,6 +80,6 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _check_written(failure: OSError) -> None:
-    """Raise an error for a result that was not written; a reader that has read enough is no error."""
+    """Raise an error if a result was not written; a closed pipe is no error."""
     if failure.errno != errno.EPIPE:
         raise RunError(f"standard output could not be written: {failure.strerror or failure}; free some space.")

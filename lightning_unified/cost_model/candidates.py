@@ -148,7 +148,7 @@ def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
 def even_splits(
     rows: int, *, unit: int = 1, least: int = 1, micro_batch_size: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Return every even split of a batch as the rows of its micro-batches, fewest micro-batches first.
+    """Return every even split of a batch as rows of micro-batches, fewest micro-batches first.
 
     The step splits a batch into as few micro-batches as a limit on their rows allows, and as evenly as possible. Limits that
     give the same number of micro-batches give the same split. So there are at most about 2 * sqrt(rows / unit) splits.

@@ -90,7 +90,7 @@ class NetworkShape:
         )
 
     def cache_bytes(self, *, batch: int, length: int) -> int:
-        """Return the bytes of the KV cache of `batch` sequences of `length` tokens, prompt and new ones.
+        """Return the bytes of the KV cache of `batch` sequences of `length` tokens in all.
 
         The cache holds 2 · layers · batch · kv_heads · length · head_width entries of `item_bytes`.
 
@@ -111,7 +111,7 @@ class NetworkShape:
 def generation_bytes(
     shape: NetworkShape, *, batch: int, prompt: int, new: int, prompts: int | None = None
 ) -> Generation:
-    """Return the memory of generating `new` tokens after a prompt, at its peak and without gradients.
+    """Return the peak memory of generating `new` tokens after a prompt, without gradients.
 
     Args:
         shape: The figures of the network.

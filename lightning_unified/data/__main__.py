@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--loss-on", default="all", help="all or answer")
     parser.add_argument("--val-fraction", type=float, default=0.1, help="share of the documents for validation")
     parser.add_argument("--seed", type=int, default=0, help="of the split and of the order")
-    parser.add_argument("--max-groups", type=int, help="use only so many topics, services, files or families of codes")
+    parser.add_argument("--max-groups", type=int, help="number of topics, services, files or families of codes to use")
     asked = vars(parser.parse_args(arguments))
     command = asked.pop("command")
     try:

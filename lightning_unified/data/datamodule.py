@@ -40,10 +40,9 @@ class _Prepared:
 class TextData(ResumableData):
     """Text and records, split by group.
 
-    A batch has `input_ids`, `labels`, `error_code_ids` and `diagnosis_labels`.
-
-    Split, tokenizer, rows and order depend only on the arguments and the source, so they are equal in every process. The global
-    random state is never used. `Rows` describes the batches, `ResumableLoader` the loader.
+    A batch has `input_ids`, `labels`, `error_code_ids` and `diagnosis_labels`. Split, tokenizer, rows and order depend only on
+    the arguments and the source, so they are equal in every process. The global random state is never used. `Rows` describes
+    the batches, `ResumableLoader` the loader.
 
     Args:
         source: `pydoc` (Python's topics), `dtc` (fault codes of elm327obd), `botocore` (AWS documentation), `builtin` (a
@@ -120,10 +119,9 @@ class TextData(ResumableData):
     def baselines(self) -> dict[str, float]:
         """Return the perplexity of Kneser-Ney models on the validation targets.
 
-        The result has the form `{"bigram": ..., "trigram": ...}`.
-
-        The models are counted on the training targets in their original order, and evaluated on exactly the rows of
-        `val_dataloader`: the same targets with the same preceding tokens.
+        The result has the form `{"bigram": ..., "trigram": ...}`. The models are counted on the training targets in
+        their original order, and evaluated on exactly the rows of `val_dataloader`: the same targets with the same
+        preceding tokens.
         """
         prepared = self._prepared
         train = [(sequence.ids, sequence.labels) for sequence in prepared.train_sequences]

@@ -1,10 +1,9 @@
 """A loader whose order is a function of (seed, epoch).
 
-Its place in the epoch can be saved and restored.
-
-A plain `DataLoader` takes its order from the global random state. A run resumed in mid-epoch therefore starts the epoch again in
-another order. This loader never reads the global state. Lightning's fit loop saves and restores its place through
-`state_dict` and `load_state_dict`, so that a resumed run sees exactly the remaining batches.
+Its place in the epoch can be saved and restored. A plain `DataLoader` takes its order from the global random state. A run
+resumed in mid-epoch therefore starts the epoch again in another order. This loader never reads the global state. Lightning's fit
+loop saves and restores its place through `state_dict` and `load_state_dict`, so that a resumed run sees exactly the remaining
+batches.
 """
 
 import multiprocessing
@@ -144,7 +143,7 @@ class LoaderOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "LoaderOptions":
-        """Return the loader's options among the arguments of a data module by name, and ignore the others."""
+        """Return the loader's options among a data module's arguments; ignore the others."""
         return cls(**{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments})
 
     @property

@@ -96,9 +96,8 @@ def sequences(tokenizer: Tokenizer, documents: list[Document], *, loss_on: Liter
 def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequence]:
     """Yield windows of up to `length` tokens that start `stride` apart.
 
-    Together, the windows score each token once.
-
-    The first window scores all its tokens but the first. Each later window scores the tokens that no earlier window holds.
+    Together, the windows score each token once. The first window scores all its tokens but the first. Each later window
+    scores the tokens that no earlier window holds.
     """
     scored_to = 1
     for start in range(0, len(sequence.ids), stride):

@@ -24,7 +24,7 @@ class ResumableData(LightningDataModule, ABC):
         options: Batch size, order and workers; a data module takes them as arguments of the same names.
 
     Attributes:
-        batch_work: What a batch takes, which decides the number of loader processes: `"gather"`, a look-up in arrays in
+        batch_work: The work of a batch, which decides the number of loader processes: `"gather"`, a look-up in arrays in
             memory, or `"compute"`, about the time of a step.
     """
 
@@ -53,7 +53,7 @@ class ResumableData(LightningDataModule, ABC):
 
     @abstractmethod
     def describe_line(self) -> str:
-        """Return one line about the data, for the start of a run: what was read, left out, and split."""
+        """Return one line about the data for the start of a run: documents read, left out, split."""
 
     def example_batch(self) -> dict[str, Tensor]:
         """Return a training batch of zeros with full size and length; no file is read."""
@@ -89,7 +89,7 @@ class ResumableData(LightningDataModule, ABC):
         if self.options.drop_last and len(rows) < self.batch_size:
             raise ValueError(
                 f"the training split has {len(rows)} rows, fewer than data.batch_size={self.batch_size}, and data.drop_last leaves "
-                "out what does not fill a batch; lower data.batch_size or the length of a row, or set data.drop_last=false."
+                "out rows that do not fill a batch; lower data.batch_size or the length of a row, or set data.drop_last=false."
             )
         overfit = self.trainer is not None and getattr(self.trainer, "overfit_batches", 0) > 0
         return self._loader(rows, replace(self.options, shuffle=not overfit))

@@ -44,7 +44,7 @@ def check_one_of(name: str, value: Any, allowed: Collection[str]) -> None:
 def check_source(
     source: Any, path: str | None, *, sources: Collection[str], paths: Mapping[str, str] = _DOCUMENT_PATHS
 ) -> None:
-    """Raise for an unknown source, and unless `path` is given exactly for the sources that read one.
+    """Raise for an unknown source, or a `path` that the source lacks or does not take.
 
     Args:
         source: The value of `data.source`.

@@ -38,7 +38,10 @@ class Split:
     dropped_bytes: int
 
     def describe_line(self, *, train: str, validation: str) -> str:
-        """Return the documents of each side, `train` and `validation` about their rows, and the dropped lines."""
+        """Return one line with the documents of each side and the dropped lines.
+
+        `train` and `validation` describe the rows of their sides.
+        """
         sides = f"{len(self.train):,} documents to train, {train}; {len(self.validation):,} to validate, {validation}"
         if not self.dropped_lines:
             return sides

@@ -1,4 +1,4 @@
-"""Files: the user's own folders and run records, and files of weights with one copy of them in memory.
+"""Files: the user's folders and run records, and weights with one copy in memory.
 
 On a unified pool the page cache and the device's tensors share one memory. A file that is mapped, copied and left in the cache
 takes twice its bytes. The modules for weights move a file piece by piece, and give each piece's pages back at once.

@@ -15,7 +15,7 @@ STATE_VARIABLE = "LIGHTNING_UNIFIED_STATE_DIR"
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
-    """Return this user's folder of calibrations and converted models; None if the user has no home folder.
+    """Return the user's folder of calibrations and converted models; None without a home folder.
 
     `LIGHTNING_UNIFIED_CACHE` takes precedence over the platform's default: `$XDG_CACHE_HOME` or `~/.cache`, on macOS
     `~/Library/Caches`, on Windows `%LOCALAPPDATA%`.
@@ -26,7 +26,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ, *, system: str = sys.p
 
 
 def runs_folder(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
-    """Return the folder of this user's records of live runs; None if the user has no home folder.
+    """Return the user's folder of records of live runs; None without a home folder.
 
     It lies in `LIGHTNING_UNIFIED_STATE_DIR`, or in the platform's default: `$XDG_STATE_HOME` or `~/.local/state`, on macOS
     `~/Library/Application Support`, on Windows `%LOCALAPPDATA%`.
@@ -39,7 +39,7 @@ def runs_folder(environ: Mapping[str, str] = os.environ, *, system: str = sys.pl
 
 
 def _own_folder(environ: Mapping[str, str], system: str, *, variable: str, on_linux: str, on_macos: str) -> Path | None:
-    """Return this package's folder in the folder that `variable` names, or in the platform's default.
+    """Return this package's folder below that of `variable`, or below the platform's default.
 
     Source:
         XDG Base Directory Specification 0.8: relative paths are ignored.

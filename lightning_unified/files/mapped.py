@@ -46,12 +46,15 @@ def is_mapped(value: Any) -> bool:
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return a mapped tensor's values in memory of their own, and give its pages back; another tensor as it is."""
+    """Copy a mapped tensor into its own memory and release its pages; return others unchanged."""
     return _moved(tensor, dtype=tensor.dtype, device=tensor.device) if is_mapped(tensor) else tensor
 
 
 def owned_below(value: Any) -> Any:
-    """Replace mapped tensors in dicts, lists and tuples by `owned` ones; dicts and lists change in place."""
+    """Replace mapped tensors in dicts, lists and tuples by `owned` ones.
+
+    Dicts and lists change in place.
+    """
     if isinstance(value, Tensor):
         return owned(value)
     if type(value) is tuple:

@@ -22,13 +22,16 @@ PIECE = 4 * 2**20
 Judgement: large enough for a disk's full speed, small beside any weights.
 """
 
-# linux/mman.h: reclaim the pages without losing what was written to them; <sys/mman.h> of macOS: expected not to be read soon
+# linux/mman.h: reclaim the pages without losing writes; <sys/mman.h> of macOS: expected not to be read soon
 _ADVICE = {"linux": 21, "darwin": 4}
 
 
 @contextmanager
 def opened_uncached(path: Path) -> Iterator[int]:
-    """Yield a descriptor to read `path`, and leave none of its pages in the cache, if the system can do that."""
+    """Yield a descriptor to read `path`, and leave none of its pages in the page cache.
+
+    Some systems cannot do that; there the pages stay.
+    """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         if sys.platform == "darwin":
@@ -52,7 +55,9 @@ def drop(descriptor: int, end: int = 0) -> None:
 
 
 def give_back_mapped(address: int, count: int) -> bool:
-    """Reclaim the whole pages among `count` bytes of mapped memory at `address`; their content stays readable.
+    """Release the whole pages among `count` bytes of mapped memory at `address`.
+
+    Their content stays readable.
 
     Returns:
         Whether the system took the advice.

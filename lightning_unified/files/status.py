@@ -11,14 +11,14 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 __all__ = ["RunFigures", "RunRecord", "RunStatus", "parse_record"]
 
-_RECENT = 30  # records: the last minute at two seconds each, and so many steps if they take longer
+_RECENT = 30  # records: the last minute at two seconds each; as many steps if they take longer
 
 log = logging.getLogger("lightning_unified")
 
@@ -42,6 +42,9 @@ class RunFigures:
         peak_source: Name of the counter of `peak_bytes`.
         budget_bytes: Bytes the run may use.
         recoveries: Number of steps repeated after an out-of-memory error.
+        rank: Number of the process among those of its run.
+        ranks: Number of processes of the run.
+        run: Name of the run, the same for all its processes; None for a run of one.
     """
 
     directory: str | None
@@ -58,6 +61,9 @@ class RunFigures:
     peak_source: str
     budget_bytes: int | None
     recoveries: int
+    rank: int = 0
+    ranks: int = 1
+    run: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +101,19 @@ class RunRecord:
 
 
 def parse_record(text: str) -> RunRecord | None:
-    """Return the record in `text`; None if it holds none, or one of another version of this package."""
+    """Return the record in `text`; None without one, or if another version wrote it."""
     try:
         flat = json.loads(text)
         own = {field.name: flat[field.name] for field in fields(RunRecord) if field.name != "figures"}
         datetime.fromisoformat(own["updated"])
-        return RunRecord(**own, figures=RunFigures(**{field.name: flat[field.name] for field in fields(RunFigures)}))
+        return RunRecord(**own, figures=RunFigures(**_figures_in(flat)))
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _figures_in(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures in a record; those that an earlier version did not write have their defaults."""
+    return {one.name: flat[one.name] for one in fields(RunFigures) if one.name in flat or one.default is MISSING}
 
 
 class RunStatus:

@@ -188,7 +188,7 @@ def unified_reserve(ram: int) -> int:
 
 
 def _auto(reading: Reading) -> Budget:
-    """Return what is available and held, less a reserve that never exceeds half of it.
+    """Return the available and held bytes, less a reserve of at most half of them.
 
     The half serves small machines: with 3 GiB available, a reserve of 4 GiB would leave nothing to train with.
     """
@@ -254,7 +254,7 @@ def follow_budget(budget: Budget, reading: Reading) -> Budget:
 
 
 def _reach(reading: Reading, spec: str) -> int:
-    """Return what this process could hold now: available plus own live bytes, at most the pool."""
+    """Return the bytes that this process could hold now: available plus own live ones, at most the pool."""
     if reading.available.bytes is None:
         raise BudgetError(
             f"a budget of {spec!r} needs what is available on {reading.device} ({reading.available.source}); "

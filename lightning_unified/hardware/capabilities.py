@@ -1,4 +1,4 @@
-"""Training capabilities of a device, each with its reason and, if relevant, its torch version."""
+"""Training capabilities of a device, each with its reason and, if relevant, torch version."""
 
 import re
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ from lightning_unified.units import GIB, MIB, format_bytes
 __all__ = ["BatchWork", "LoaderWorkers", "decide_workers", "default_start_method"]
 
 BatchWork = Literal["gather", "compute", "unknown"]
-"""What a batch takes: a look-up in arrays in memory, a computation of about a step's time, or not known."""
+"""Work of a batch: a look-up in arrays in memory, a computation of about a step's time, or not known."""
 
 _PROCESS = 158 * MIB  # a spawned process's own memory before its rows: benchmarks/overhead/loader_workers.json
 _SHARE = 0.05  # judgement: the most that loader processes may take of the host's memory
@@ -60,7 +60,7 @@ def decide_workers(
         cores: Performance cores that this process may use.
         host_bytes: Memory of the host; None if unknown.
         start_method: How a process starts: `"fork"`, `"forkserver"` or `"spawn"`.
-        work: What a batch takes.
+        work: The work of a batch.
         rows_bytes: Bytes of the rows, which each process that is not forked gets a copy of; 0 if unknown.
     """
     if backend == "cpu":

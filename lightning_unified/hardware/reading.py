@@ -1,4 +1,4 @@
-"""Record of a memory pool: its bytes in total, available, allocated, reserved, and at the peak."""
+"""Reading of a memory pool: bytes in total, available, allocated, reserved, and at the peak."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

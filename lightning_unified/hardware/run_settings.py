@@ -148,7 +148,7 @@ class HardwareSettings:
         Args:
             reading: Reading of the device the run will use.
             sources: Sources of the number of cores; default this machine.
-            work: What a batch takes; the default is that of the package's own data.
+            work: The work of a batch; the default is that of the package's own data.
             rows_bytes: Bytes of the rows; 0 if unknown.
         """
         if self.num_workers != "auto":
@@ -181,7 +181,7 @@ class HardwareSettings:
             reading: Reading of the device the run will use.
             capabilities: Its capabilities.
             sources: Sources of the number of cores; default this machine.
-            work: What a batch takes; the default is that of the package's own data.
+            work: The work of a batch; the default is that of the package's own data.
             rows_bytes: Bytes of the rows; 0 if unknown.
         """
         sources, known = sources or Sources.live(), list(capabilities)
@@ -206,7 +206,7 @@ class HardwareSettings:
 
 
 def host_threads(sources: Sources | None = None) -> int:
-    """Return the number of threads for one CPU operator: the performance cores this process may use.
+    """Return the number of threads for one CPU operator: the usable performance cores.
 
     Efficiency cores slow an operator down to their own speed, because its threads wait for each other. A cgroup's processor
     quota counts too: threads beyond it are stopped for the rest of each period.

@@ -27,4 +27,4 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
 
 
 SHOWS_ITS_LINES = True
-"""Reports name lines of this package like a user's own, when they say where memory was taken."""
+"""Reports of allocations name lines of this package like a user's own."""

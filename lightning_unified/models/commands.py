@@ -1,4 +1,4 @@
-"""Command frame of `python -m lightning_unified.models.<name>`: parser, exit codes and error lines."""
+"""Command frame of `python -m lightning_unified.models.<name>`: parser, exit codes, errors."""
 
 import argparse
 import os

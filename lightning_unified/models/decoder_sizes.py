@@ -1,4 +1,4 @@
-"""Sizes of a pre-norm decoder with learned positions and a tied head, and its number of parameters."""
+"""Sizes and parameter count of a pre-norm decoder with learned positions and a tied head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ def check_sizes(config: Any, *names: str) -> None:
 
 
 def check_parameters(network: nn.Module, *, stated: int) -> None:
-    """Raise a RuntimeError if a network has another number of parameters than its configuration states."""
+    """Raise a RuntimeError unless a network has the number of parameters that is stated."""
     built = sum(parameter.numel() for parameter in network.parameters())
     if built != stated:
         raise RuntimeError(f"built {built:,} parameters where the configuration states {stated:,}.")

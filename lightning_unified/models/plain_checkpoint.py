@@ -1,8 +1,6 @@
 """Read checkpoints as plain data, without running code from the file.
 
-Check that they belong to a model.
-
-Sizes, weights and tokenizer of a checkpoint must be those of the model.
+The checks refuse a checkpoint whose sizes, weights or tokenizer are not those of the model.
 """
 
 import warnings
@@ -47,7 +45,7 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
     Args:
         path: The `.ckpt` file.
         model: Key of the model's own part of the checkpoint, as in `"compressor"`.
-        untrained: What an untrained model would do, for the message.
+        untrained: The behaviour of an untrained model, for the message.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -64,7 +62,7 @@ def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, A
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any], *, path: str | Path, assign: bool = False) -> None:
-    """Load the weights of the checkpoint `path` into a module; its pages leave memory as the values move.
+    """Load the weights of the checkpoint `path`, and release its pages as the values move.
 
     `assign` is that of `load_state_dict`: the values become the parameters of a module that has none.
 
@@ -94,7 +92,7 @@ def check_same_sizes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def check_vocabulary(given: Mapping[str, int], *, rows: int, trained: Mapping[str, int] | None) -> None:
-    """Raise a ValueError if a tokenizer has too many tokens for a model, or others than in training.
+    """Raise a ValueError if a tokenizer has too many tokens or others than in training.
 
     Args:
         given: The tokenizer's tokens with their ids.

@@ -1,7 +1,4 @@
-"""AdamW with a learning-rate schedule, and sums over a validation epoch.
-
-The models' training shares them.
-"""
+"""AdamW with a learning-rate schedule, and sums over a validation epoch, for all models."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -87,7 +84,7 @@ def scheduled_adamw(
 
 
 class EpochSums(Metric):
-    """Metric that adds up a vector of `size` sums, exact for any split over micro-batches and processes."""
+    """Add up a vector of `size` sums; exact for any split over micro-batches and processes."""
 
     full_state_update = False
     sums: Tensor

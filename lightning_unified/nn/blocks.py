@@ -83,7 +83,7 @@ def _declared(module: nn.Module, declaration: Any) -> dict[str, nn.Module]:
     for name, block in found.items():
         if not _can_be_called(block):
             raise ValueError(
-                f"{kind}.{_DECLARATION} gives {name} ({type(block).__name__}), which has no forward to recompute; give what is in it."
+                f"{kind}.{_DECLARATION} gives {name} ({type(block).__name__}), which has no forward to recompute; give its modules."
             )
         outer = next(
             (other for other in found if name != other and name.startswith(f"{other}." if other else "")), None

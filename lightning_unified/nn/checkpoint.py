@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unified.nn.saved_attention import SavedAttention, graph_contexts
+from lightning_unified.nn.attention.saved import SavedAttention, graph_contexts
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 
@@ -38,10 +38,8 @@ class RandomState(Protocol):
 def recompute(block: Callable[..., Any], *args: Any, random_state: RandomState | None = None, **kwargs: Any) -> Any:
     """Return `block(*args, **kwargs)` and save only its inputs.
 
-    The backward pass runs the block again.
-
-    Gradients, buffers and the state of the random generators afterwards equal those of `block(*args, **kwargs)` bit for
-    bit. Without gradients, the block is called directly.
+    The backward pass runs the block again. Gradients, buffers and the state of the random generators afterwards equal
+    those of `block(*args, **kwargs)` bit for bit. Without gradients, the block is called directly.
 
     Args:
         block: A module, or any callable that depends on its arguments only.

@@ -21,7 +21,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost compiled modules in `module`, by name; a graph contains the modules inside it."""
+    """Return the outermost compiled modules in `module` by name.
+
+    The graph of each contains the modules inside it.
+    """
     if is_compiled(module):
         return {"": module}
     found = {}
@@ -33,9 +36,8 @@ def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:
 def mark_rows(arguments: Iterable[Any]) -> None:
     """Tell the compiler that the number of rows changes.
 
-    This concerns all tensors with as many entries as the first one has.
-
-    A graph for a single row stays one of its own.
+    This concerns all tensors with as many entries as the first one has. A graph for a single row stays one of its
+    own.
     """
     tensors = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor) and leaf.dim()]
     rows = tensors[0].shape[0] if tensors else 1

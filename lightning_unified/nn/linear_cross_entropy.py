@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 16 * 2**20
-# a smaller chunk rereads the sum of the weight's gradient more often: benchmarks/options/chunked_loss.json
+# a smaller chunk rereads the sum of the weight's gradient more often: benchmarks/options/loss/chunked_loss.json
 _FUSED_CHUNK_BYTES = 512 * 2**20
 _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 
@@ -31,11 +31,10 @@ _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 h
 def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None = None) -> int:
     """Return the number of rows in a chunk, a power of two.
 
-    The logits of a chunk take at most 16 MiB in fp32, or 512 MiB with fused kernels.
-
-    torch's own choice depends on the shape of the batch and was up to several times slower on a CPU. A chunk has at least 16 rows,
-    since smaller matrix products are inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be
-    over 64 chunks: a batch that large has enough memory for it.
+    The logits of a chunk take at most 16 MiB in fp32, or 512 MiB with fused kernels. torch's own choice depends on the shape of
+    the batch and was up to several times slower on a CPU. A chunk has at least 16 rows, since smaller matrix products are
+    inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be over 64 chunks: a batch that
+    large has enough memory for it.
 
     Args:
         num_classes: Entries of a row of logits.
@@ -43,8 +42,8 @@ def chunk_rows_for(num_classes: int, *, rows: int = 0, logit_bytes: int | None =
         logit_bytes: Bytes of a logit where fused kernels compute the chunk; None where torch's operators do.
     """
     most = _CHUNK_BYTES // 4 if logit_bytes is None else _FUSED_CHUNK_BYTES // logit_bytes
-    at_once = max(16, min(8192, most // num_classes))
-    return max(1 << (at_once.bit_length() - 1), -(-rows // _MOST_CHUNKS))
+    fitting = max(16, min(8192, most // num_classes))
+    return max(1 << (fitting.bit_length() - 1), -(-rows // _MOST_CHUNKS))
 
 
 def linear_cross_entropy(
@@ -59,12 +58,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(transform(linear(hidden, weight, bias)), labels)`.
 
-    Labels of -100 are not scored.
-
-    With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if `chunk_rows` is None or
-    `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of what is trained of `weight` (in
-    fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this layer, and no such tensor
-    lives between the passes, while the rest of the network runs.
+    Labels of -100 are not scored. With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if
+    `chunk_rows` is None or `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of the trained
+    ones of `weight` and `bias` (in fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this
+    layer, and no such tensor lives between the passes, while the rest of the network runs.
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such
@@ -82,7 +79,7 @@ def linear_cross_entropy(
         reduction: "sum" over the scored labels, their "mean" (NaN when none is scored, as in torch), or "none": a loss for each
             label, 0 where it is not scored, for callers that weight them.
         chunk_rows: Rows of a chunk; by default `chunk_rows_for(V, rows=...)`.
-        transform: What the model does with the layer's output of a chunk (N, V), for example a soft cap; None for nothing. It treats each
+        transform: The model's function of the layer's output of a chunk (N, V), for example a soft cap; None for nothing. It treats each
             row by itself, and no gradient flows to other tensors in it.
 
     Returns:
@@ -101,7 +98,7 @@ def linear_cross_entropy(
     else:
         rows = chunk_rows
     is_reduced, only_hidden = reduction != "none", trains_only_hidden(flat, weight, bias)
-    at_once = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
+    in_forward = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
     if _torch_does_it(flat) and transform is None and not fused and not only_hidden:
         summed = is_reduced and weight.nbytes <= _CHUNK_BYTES
         losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
@@ -109,7 +106,7 @@ def linear_cross_entropy(
         if fused:
             _refuse_unoffered(targets, weight.shape[0])
         chunks = Chunks(hidden=flat, weight=weight, bias=bias, labels=targets, rows=rows, dtype=dtype, kernels=kernels)
-        losses = summed_loss(chunks) if at_once else losses_of_rows(chunks)
+        losses = summed_loss(chunks) if in_forward else losses_of_rows(chunks)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
@@ -129,7 +126,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk
 
 
 def _refuse_unoffered(labels: Tensor, num_classes: int) -> None:
-    """Stop the device at a label that is no class, as torch's own kernel does; nothing waits for the device."""
+    """Stop the device at a label that is no class, as torch's kernel does, without waiting."""
     offered = (labels == IGNORED) | ((labels >= 0) & (labels < num_classes))
     torch._assert_async(offered.all(), f"a label is neither {IGNORED} nor from 0 to {num_classes - 1}")  # pyright: ignore[reportPrivateImportUsage]
 
@@ -166,6 +163,6 @@ def _torch_losses(
 
 
 def trains_only_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether gradients flow to the input of a linear layer, and to none of its parameters."""
+    """Return whether a linear layer's input needs a gradient and none of its parameters does."""
     is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     return is_frozen and hidden.requires_grad and torch.is_grad_enabled()

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from lightning_unified.nn.attention.saved import SavedAttention
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
-from lightning_unified.nn.saved_attention import SavedAttention
 from lightning_unified.nn.stand_in import FORWARD, StandIn, call_slot, warn_once
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
@@ -22,7 +22,7 @@ class RecomputePolicy:
 
     If some blocks recompute, they are always the first ones. The peak is at the beginning of the backward pass or where a block runs
     again. With the first blocks, the backward pass has freed the activations of all other blocks before one runs again. With the
-    last blocks, the first to run again adds to everything the others hold. benchmarks/options/recomputed_blocks.py compares both, and an
+    last blocks, the first to run again adds to everything the others hold. benchmarks/options/blocks/recomputed_blocks.py compares both, and an
     even spread.
 
     Attributes:

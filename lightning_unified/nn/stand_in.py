@@ -18,7 +18,7 @@ log = logging.getLogger("lightning_unified")
 
 
 class StandIn:
-    """Replacement of one module's `forward` or compiled call; a copy or a saved file holds the original.
+    """Replace one module's `forward` or compiled call; copies and saved files hold the original.
 
     A derived class defines `__call__`.
 
@@ -63,7 +63,7 @@ class StandIn:
 
 
 def call_slot(module: nn.Module) -> str:
-    """Return the attribute through which a module is called: its compiled call, if it was compiled in place."""
+    """Return the attribute that calls a module: its compiled call if compiled in place."""
     return FORWARD if vars(module).get(COMPILED_CALL) is None else COMPILED_CALL
 
 

@@ -183,7 +183,10 @@ def _operands(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[
 
 
 def _gradient(logits: Tensor, tokens: Tensor, outer: Tensor, how: _How) -> Tensor:
-    """Return the gradient (n, V) of the log-probabilities weighted by `outer` (n); it may overwrite `logits`."""
+    """Return the gradient (n, V) of log-probabilities weighted by `outer` (n).
+
+    It may overwrite `logits`.
+    """
     outer = (outer / how.temperature).unsqueeze(1)
     if how.transform is None:
         return _of_log_probs(logits, tokens, outer, how)
@@ -200,6 +203,9 @@ def _of_log_probs(logits: Tensor, tokens: Tensor, outer: Tensor, how: _How) -> T
 
 
 def _to_log_probs_(logits: Tensor, temperature: float) -> Tensor:
-    """Return the log-probabilities (n, V) of all tokens in at least fp32; wide logits are overwritten."""
+    """Return the log-probabilities (n, V) of all tokens in fp32 or wider.
+
+    Logits of that dtype are overwritten.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
     return logits.sub_(logits.logsumexp(1, keepdim=True))

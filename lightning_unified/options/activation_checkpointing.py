@@ -212,10 +212,9 @@ class CheckpointedBlocks:
 def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]:
     """Return the policies that the module allows, from the least recomputed to the most.
 
-    A module without blocks allows `NONE` only.
-
-    Each number of blocks comes with and without saved attention outputs, because only a step shows whether the blocks have any attention.
-    Compiled blocks come without: the modes that save these outputs see nothing of compiled code.
+    A module without blocks allows `NONE` only. Each number of blocks comes with and without saved attention outputs, because only a step
+    shows whether the blocks have any attention. Compiled blocks come without: the modes that save these outputs see nothing of compiled
+    code.
     """
     if has_switch(module) and not hasattr(module, "recompute_blocks"):
         return NONE, ALL

@@ -1,4 +1,4 @@
-"""Apply the optimizer kernel, loss chunk and attention of one run, chosen by the user or a plan."""
+"""Apply the optimizer kernel, loss chunk and attention that the user or a plan chose."""
 
 import logging
 from collections.abc import Iterable
@@ -156,9 +156,7 @@ class AppliedOptions:
     def set_loss_chunk(self, rows: int | None, *, why: str) -> None:
         """Compute the module's loss in chunks of `rows` rows of logits.
 
-        None leaves the size to the module.
-
-        `rows` is one of `chunk_choices`; `why` is the reason, for people.
+        None leaves the size to the module. `rows` is one of `chunk_choices`; `why` is the reason, for people.
 
         Raises:
             ConfigurationError: If the module does not offer it.
@@ -187,7 +185,10 @@ class AppliedOptions:
         log.info("Attention: %s.", self._why["attention"])
 
     def end(self, *, trained: bool = False) -> None:
-        """Restore module, optimizers and attention as before `begin`; `trained` tells whether a step has run."""
+        """Restore module, optimizers and attention to their state before `begin`.
+
+        `trained` says whether a step has run.
+        """
         self._undo_kernels()
         if self._attention is not None:
             self._attention.undo(trained=trained)

@@ -48,7 +48,10 @@ class AttentionOption:
         self._attention = ChunkedAttention(module)
 
     def undo(self, *, trained: bool = False) -> None:
-        """Restore torch's attention; `trained` tells whether a step has run. A second call does nothing."""
+        """Restore torch's attention; a second call does nothing.
+
+        `trained` says whether a step has run.
+        """
         self._attention.remove()
         if trained and not self._attention.calls:
             log.warning(

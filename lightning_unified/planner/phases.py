@@ -7,7 +7,7 @@ __all__ = ["Phases"]
 
 
 class Phases:
-    """The phases of one fit, such as imitation and reinforcement: one module, batches of several structures.
+    """The phases of a fit, e.g. imitation and reinforcement: one module, several kinds of batch.
 
     The dry runs of later phases skip the repeated blocks that those of the first one found. The plans are the same as without.
     """

@@ -154,7 +154,10 @@ class StepTraces:
         return self._twins.get((precision, attention), Twins()).borrowed()
 
     def _sampling(self, precision: str) -> Callable[[Trace], Trace] | None:
-        """Return what adds the sampling before the step to a trace; None without, or if its sizes cannot be read."""
+        """Return the function that adds the sampling before the step to a trace.
+
+        None without sampling, or if its sizes are unknown.
+        """
         sampled = None
         with suppress(ValueError):  # `with_generation` reports it
             sampled = generation_before(self._step.module, self._step.batch, precision=precision)

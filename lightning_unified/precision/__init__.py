@@ -1,4 +1,4 @@
-"""Layer 2b: choose the precision of a run, build its plugin, and verify it before the first step.
+"""Layer 2b: choose a run's precision, build its plugin, verify it before the first step.
 
 The precision of a run is resolved once, by `resolve_precision`, from three inputs: the strategy's `precision` (Hydra:
 `hardware.precision`, which `memory.precision` refers to), the Trainer's own plugin or flag, and the platform. `gate.py` holds

@@ -13,7 +13,7 @@ from lightning_unified.errors import PrecisionError
 
 __all__ = ["MixedPrecision", "gradient_scale", "live_scaler"]
 
-_KEYS = ("MixedPrecision", "native_amp_scaling_state")  # the second is what Lightning wrote before 2.0
+_KEYS = ("MixedPrecision", "native_amp_scaling_state")  # Lightning before 2.0 wrote the second
 
 
 class MixedPrecision(stock.MixedPrecision):
@@ -60,7 +60,7 @@ class MixedPrecision(stock.MixedPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Report what happens to the scaler when a run resumes in another precision.
+        """Report the fate of the scaler when a run resumes in another precision.
 
         Lightning calls this before it loads the plugin's state.
         """

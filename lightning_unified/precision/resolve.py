@@ -53,7 +53,7 @@ def resolve_precision(
 def resolve_simulated(
     given: stock.Precision | None, *, asked: str, simulated: Platform, here: Platform
 ) -> tuple[PrecisionChoice, stock.Precision]:
-    """Return the precision of the simulated platform, as far as this CPU can run it, and its plugin.
+    """Return the precision of a simulated platform and its plugin, as near as this CPU allows.
 
     Float16 becomes bfloat16, which takes as many bytes: a CPU has no gradient scaler in Lightning.
 
@@ -89,7 +89,7 @@ def _followed(given: stock.Precision | None, flag: str, platform: Platform) -> P
 
 
 def build_plugin(choice: PrecisionChoice, *, device_type: str, given: stock.Precision | None = None) -> stock.Precision:
-    """Return the plugin of `choice` on a device of `device_type` (`"cpu"`, `"cuda"`, `"mps"`, …).
+    """Return the plugin of `choice` on a device type such as `"cpu"`, `"cuda"` or `"mps"`.
 
     Args:
         choice: Precision to run.

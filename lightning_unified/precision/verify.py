@@ -1,9 +1,7 @@
 """Verify the precision of a run before the first step.
 
-The plugin must do what its name says and suit the optimizers.
-
-What would fail, or compute something else silently, raises. Effects of float16 that show no error and may be intended are warned
-about.
+The plugin must do what its name says and suit the optimizers. A plugin that would fail, or compute something else silently, raises.
+Effects of float16 that show no error and may be intended are warned about.
 """
 
 import warnings
@@ -79,7 +77,9 @@ def verify_plugin(
     clips: bool,
     sources: Sources | None = None,
 ) -> None:
-    """Raise unless the plugin does what its name says (R2) and its scaler suits the optimizers (R3).
+    """Raise unless the plugin does what its name says (R2) and its scaler fits (R3).
+
+    The scaler must suit the optimizers.
 
     Raises:
         PrecisionError: If autocast is for another device than the module or disabled, if float16 would train without a live

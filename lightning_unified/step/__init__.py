@@ -10,7 +10,7 @@ It is repeated in smaller micro-batches when memory runs out.
 | exactness | the check that split batches give the whole batch's result |
 | results | merging logs, outputs, metrics and written state |
 | encoders | chunked encoders of a loss over pairs |
-| undo | recording and restoring what a step may change |
+| undo | recording and restoring the state that a step may change |
 | faults | GPU faults that raise nothing, on Metal |
 | recovery | out-of-memory errors, snapshots, sizes, budget |
 | ranks | agreement among several processes |

@@ -73,9 +73,9 @@ class DeviceGradientCheck:
             self._seen.add(rows)
             with activity("comparing gradients with the CPU's"):
                 found = self._compared(kwargs, rows, of=shape.rows)
-            self._tell(rows, found)
+            self._report(rows, found)
 
-    def _tell(self, rows: int, found: float | str) -> None:
+    def _report(self, rows: int, found: float | str) -> None:
         if isinstance(found, str):
             finding = f"gradients of {rows} rows are not compared with the CPU's: {found}"
             if not self._excused:
@@ -127,9 +127,9 @@ class DeviceGradientCheck:
 
     def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         key, batch = next(iter(kwargs.items()))
-        part = self._splitter.split(batch, 0, rows, rows=of) if rows < of else batch
+        own = self._splitter.split(batch, 0, rows, rows=of) if rows < of else batch
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
+        ours = self._gradient(kwargs, key, apply_to_collection(own, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
         sizes = split_rows(rows, micro_batch_size=max(-(-rows // _SLICES), unit), unit=unit)
         slices = [self._splitter.split(batch, *span, rows=of) for span in bounds(sizes)]

@@ -85,13 +85,15 @@ class EvaluationSteps:
             return step(batch, *rest)
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
-        check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
+        check, whole = self._check(phase, _loader_of(rest)), lambda micro_batch: step(micro_batch, *rest)
         if self._policy.batches.checks(STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
-        parts = self._policy.batches.splitter(STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
+        micro_batches = self._policy.batches.splitter(STAGES[phase]).micro_batches(
+            batch, sizes, loader=_loader_of(rest)
+        )
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
@@ -101,11 +103,11 @@ class EvaluationSteps:
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
         outputs = []
-        for index, part in enumerate(parts):
-            with results.part(index):
-                outputs.append(whole(part))
+        for index, micro_batch in enumerate(micro_batches):
+            with results.micro_batch(index):
+                outputs.append(whole(micro_batch))
             results.end_micro_batch()
-        weights = self._weights(check, parts, sizes)
+        weights = self._weights(check, micro_batches, sizes)
         if phase == "predict" and check.guesses(outputs, weights):
             if self._policy.batches.checks(STAGES[phase]):
                 check.learn(whole, batch, **self._extent(shape))
@@ -156,9 +158,9 @@ class EvaluationSteps:
             )
         return self._checks[key]
 
-    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> MicroBatchWeights:
+    def _weights(self, check: EvaluationCheck, micro_batches: list[Any], sizes: list[int]) -> MicroBatchWeights:
         rows = MicroBatchWeights(sizes, list(map(float, sizes)))
-        return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
+        return rows if check.rule.count is None else Weighting(check.rule, micro_batches, sizes).weights
 
     def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
         """Return the shape of `batch`; None if it has none or none is needed.

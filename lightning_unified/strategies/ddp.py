@@ -26,11 +26,13 @@ from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.strategies.base import UnifiedBase, options_among
+from lightning_unified.strategies.collectives import NamedLosses
+from lightning_unified.strategies.launcher import devices_of_launch
 
 __all__ = ["UnifiedDDPStrategy"]
 
 
-class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
+class UnifiedDDPStrategy(NamedLosses, UnifiedBase, DDPStrategy):
     """Trains a copy of any LightningModule on each of several devices or processes, like `ddp`.
 
     Each rank runs its own batch inside its own memory budget, in as many micro-batches as it needs. Gradients are averaged once, after
@@ -137,7 +139,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
+        self._parallel_devices = devices_of_launch(parallel_devices)
         if parallel_devices and self._start_method == "popen":
             self._resolve_precision()
 

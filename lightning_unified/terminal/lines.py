@@ -72,7 +72,7 @@ def wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Return the parts that are not empty in one text, which `wrapped` breaks between them and not inside."""
+    """Join the non-empty parts into one text, which `wrapped` breaks only between them."""
     return ", ".join(part.replace(" ", _GLUE) if len(part) <= _LONGEST_GLUED else part for part in parts if part)
 
 

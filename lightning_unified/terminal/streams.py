@@ -30,7 +30,10 @@ class LastingOutput:
 
 
 class _Cursor:
-    """Whether the cursor stands behind a line that began with a carriage return, such as a progress bar."""
+    """Record whether the cursor is behind a line that began with a carriage return.
+
+    Progress bars write such lines.
+    """
 
     def __init__(self) -> None:
         self._behind_bar = False
@@ -50,7 +53,7 @@ class _Cursor:
 
 
 class LastingStream:
-    """A text stream that drops texts which it cannot write, for example after its reader has closed the pipe.
+    """A text stream that drops texts which it cannot write, e.g. to a closed pipe.
 
     Characters that the encoding lacks are written as escapes. All other attributes are those of the wrapped stream.
     """
@@ -92,7 +95,10 @@ class LastingStream:
             pass
 
     def _let_go(self, error: OSError) -> None:
-        """Send this and all later output to nowhere: also the buffered rest, child processes and native code."""
+        """Redirect this and all later output to the null device.
+
+        This includes the buffered rest, child processes and native code.
+        """
         self._output.failure = self._output.failure or error
         number = _ask(self._stream.fileno)
         if isinstance(number, int):
@@ -103,7 +109,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_output() -> Iterator[LastingOutput]:
-    """Replace `sys.stdout` and `sys.stderr` by `LastingStream`; inside another such context do nothing.
+    """Replace `sys.stdout` and `sys.stderr` by `LastingStream`; do nothing if already replaced.
 
     A stream that the process was started without goes to nowhere.
     """
@@ -139,7 +145,10 @@ def _same_file(first: TextIO, second: TextIO) -> bool:
 
 
 def _ask(method: Any) -> Any:
-    """Return the result of a stream's method; None where the stream has none, as a test's or a notebook's."""
+    """Return the result of a stream's method; None if the stream does not have it.
+
+    Streams of tests and notebooks may lack methods.
+    """
     try:
         return method()
     except (OSError, ValueError, AttributeError):

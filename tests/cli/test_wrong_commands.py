@@ -1,4 +1,4 @@
-"""A wrong override or flag is answered by one line: what was given, what is allowed, and exit code 2.
+"""One line answers a wrong override or flag: the value, what is allowed, and exit code 2.
 
 `test_mistakes.py` has the wrong overrides that must leave nothing behind; tests/trainer/test_wrong_arguments.py has Python's arguments.
 """

@@ -147,7 +147,7 @@ def test_the_highest_places_of_each_phase_and_overall_are_shown_in_step_order():
     assert table.remark == "10 lower places are left out."
 
 
-def test_alternatives_are_ranked_fastest_first_and_the_chosen_one_is_pointed_at():
+def test_alternatives_are_listed_fastest_first_and_the_chosen_one_is_marked():
     others = (weighed(8, reserved=10 * GIB, seconds=0.1, fits=False), weighed(2), weighed(4, seconds=0.25))
     lines = text_of(plan(prediction=prediction(), alternatives=others)).partition("Alternatives")[2].splitlines()
     rows = [line.split()[: 3 + line.startswith("→")] for line in lines if " × " in line]
@@ -194,7 +194,7 @@ def test_what_fits_where_names_each_machine_or_why_not():
     assert re.search(r"rtx +cuda, dedicated +unknown +no +no such precision", text)
 
 
-def test_a_plan_without_a_prediction_is_still_told():
+def test_a_plan_without_a_prediction_is_still_shown():
     text = text_of(plan(micro_batch_size=None))
 
     assert "the whole batch at once" in text and "Peak by category" not in text

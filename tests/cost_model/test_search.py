@@ -65,7 +65,7 @@ def test_what_the_allocator_takes_decides_and_not_what_lives():
     assert (choice.best.peak_bytes, choice.best.reserved_bytes) == (1300, 1560)
 
 
-def test_the_whole_batch_lives_beside_its_parts():
+def test_the_whole_batch_lives_beside_its_micro_batches():
     options = [Option(traces=MadeTraces(batch_row=100))]
 
     assert find(options, 1000 + 100 * 16 + 100 * 4).best.micro_batch_size == 4
@@ -80,7 +80,7 @@ def test_cutting_wins_where_launches_cost_less_than_recomputation():
     assert choice.alternatives[0].seconds > choice.best.seconds
 
 
-def test_recomputation_wins_where_each_part_costs_much():
+def test_recomputation_wins_where_each_micro_batch_costs_much():
     costly = ((20 * GFLOP, GFLOP, 0, 10**6),)
     plain = Option(traces=MadeTraces(works=costly))
     saving = Option(
@@ -135,7 +135,7 @@ def test_the_largest_micro_batch_that_the_user_allows_is_not_exceeded():
     assert find([recomputing(0)], 10**9, micro_batch_size=5).best.micro_batch_size == 4
 
 
-def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
+def test_when_nothing_fits_each_options_lower_bound_is_shown():
     choice = find([recomputing(0), recomputing(1, per_row=20)], 900)
 
     assert choice.best is None
@@ -180,7 +180,7 @@ def test_an_aligned_size_is_taken_where_it_is_measurably_faster():
     assert find(options, 1000 + 100 * 50, rows=96, alignment=aligned(1, 1.0)).best.micro_batch_size == 48
 
 
-def test_a_small_gain_of_alignment_does_not_pay_for_another_part():
+def test_a_small_gain_of_alignment_does_not_pay_for_another_micro_batch():
     costly = [Option(traces=MadeTraces(works=((20 * GFLOP, GFLOP, 0, 10**6),)))]
 
     assert find(costly, 1000 + 100 * 50, rows=96, alignment=aligned(32, 1.01)).best.micro_batch_size == 48

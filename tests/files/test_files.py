@@ -1,4 +1,4 @@
-"""Files of weights are read and written as torch and safetensors do, and leave nothing in the page cache."""
+"""Files of weights are read and written as by torch and safetensors, without cached pages."""
 
 import json
 

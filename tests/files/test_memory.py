@@ -1,4 +1,4 @@
-"""Weights are loaded, resumed and saved in their own bytes and a little more, page cache included."""
+"""Loading, resuming and saving weights takes little more than their bytes, cache included."""
 
 import json
 
@@ -14,7 +14,10 @@ pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 
 
 def peak_of(way, mib, *, slack):
-    """Run one way in a group limited to the weights and `slack` MiB; return its peak as a share of the weights."""
+    """Run one way in a group limited to the weights and `slack` MiB.
+
+    Return its peak as a share of the weights.
+    """
     result = run_program("benchmarks.weight_files.one", way, mib, "--slack", slack)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])

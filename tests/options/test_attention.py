@@ -1,4 +1,4 @@
-"""Attention in chunks as an option: models train alike, it is planned, and undone after the fit."""
+"""Attention in chunks as an option: equal training, planned, undone after the fit."""
 
 import logging
 from functools import partial
@@ -169,7 +169,7 @@ def test_modules_that_compute_weights_themselves_are_named_in_one_line(caplog):
     assert len(said) == 1 and "own (nn.MultiheadAttention, unless need_weights=False)" in said[0]
 
 
-def test_a_module_without_attention_is_told_that_nothing_changed(caplog):
+def test_a_module_without_attention_gets_a_message_that_nothing_changed(caplog):
     module = WithoutAttention()
     with caplog.at_level(logging.WARNING, "lightning_unified"):
         fit(module, attention="chunked", predict=False)

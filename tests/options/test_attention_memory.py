@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.options.attention_peaks import KINDS, SIZES, peaks
+from benchmarks.options.attention.attention_peaks import KINDS, SIZES, peaks
 
 CELLS = [
     pytest.param(kind, attention, recompute, sizes, marks=(pytest.mark.slow,) if place else ())

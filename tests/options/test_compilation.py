@@ -1,4 +1,4 @@
-"""Compilation as a memory option: when it pays, what it compiles, and that nothing of it stays."""
+"""Compilation as an option: when it pays, what it compiles, that nothing of it stays."""
 
 import copy
 import pickle

@@ -174,7 +174,7 @@ def test_recomputation_goes_from_some_blocks_to_all_and_ends_as_it_began():
     assert stood_in(module) == [False] * 4
 
 
-def test_kept_attention_is_given_up_for_want_of_memory():
+def test_saved_attention_outputs_are_given_up_for_want_of_memory():
     recomputation = ActivationCheckpointing("auto")
     recomputation.begin(deep())
     recomputation.set(RecomputePolicy(blocks="all", keep_attention=True), why="as planned")

@@ -118,7 +118,7 @@ def test_a_smaller_budget_gives_a_plan_that_fits(tight, whole):
     assert tight.alternatives
 
 
-def test_what_fits_in_no_way_is_refused_with_what_would(module):
+def test_a_step_that_never_fits_is_refused_with_sizes_that_would(module):
     plan = lightning_unified.plan(module, BATCH, budget="2MiB", device="cuda", rates=RATES)
 
     assert (plan.prediction, plan.micro_batch_size) == (None, None)
@@ -229,7 +229,7 @@ def test_a_validation_step_has_optimizer_state_and_no_gradients(module, whole):
     assert "gradients" not in found.validation.categories
 
 
-def test_a_plan_says_in_how_many_parts_a_larger_validation_batch_goes_through(module, whole):
+def test_a_plan_states_the_micro_batches_of_a_larger_validation_batch(module, whole):
     batch = torch.zeros(512, 128, 64)
     plan = lightning_unified.plan(
         module, BATCH, budget=2 * whole.reserved_bytes, device="cuda", rates=RATES, validation_batch=batch

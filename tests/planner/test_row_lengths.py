@@ -19,7 +19,7 @@ ROWS, WIDTH = 16, 8
 
 
 class Attends(L.LightningModule):
-    """One attention layer whose rows may have any length; `ragged` rows take memory by their values."""
+    """One attention layer for rows of any length; `ragged` rows take memory by their values."""
 
     def __init__(self, *, ragged: bool = False):
         super().__init__()

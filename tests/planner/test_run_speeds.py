@@ -24,14 +24,14 @@ def speeds(calibration, precision="32-true"):
     return RunSpeeds(BudgetWatch("auto"), calibration, precision=precision)
 
 
-def test_kept_speeds_are_taken(calibration):
+def test_saved_speeds_are_used(calibration):
     calibration.keep(rates=RATES)
 
     assert speeds(calibration).rates == RATES
     assert speeds(calibration).describe() == "of kept, measured before and kept"
 
 
-def test_brief_speeds_are_said_to_be_so_and_not_kept(calibration):
+def test_brief_speeds_are_named_as_such_and_not_saved(calibration):
     own = speeds(calibration, "bf16-mixed")
 
     assert set(own.rates.flops) == {"float32", "bfloat16"}
@@ -40,7 +40,7 @@ def test_brief_speeds_are_said_to_be_so_and_not_kept(calibration):
 
 
 @pytest.mark.parametrize(("rows", "could"), [(24, True), (10, False)])  # 12 and 12, or 8, 8, 8; 5 and 5, and no 8
-def test_alignment_matters_where_an_unaligned_cut_has_an_aligned_one_beside_it(rows, could):
+def test_alignment_matters_where_an_unaligned_split_has_an_aligned_neighbour(rows, could):
     step = StepSpec(module=Perceptron(), batch=Perceptron.batch(rows))
     planner = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=rows // 2)))
     choice = planner.choose([Combination(precision="32-true")], budget_bytes=1 << 40, rates=RATES)

@@ -13,7 +13,7 @@ from lightning_unified.planner.dry_run.fake_fit import FakeFit
 from lightning_unified.planner.phases import Phases
 from lightning_unified.planner.repeats import Twins
 from lightning_unified.planner.step_traces import SizeLimits, StepTraces
-from lightning_unified.step.undo.plans import Rooms
+from lightning_unified.step.undo.plans import CopyBuffers
 from tests.planner.dry_run.test_dry_runs import numbered, summed_up
 from tests.planner.test_repeated_blocks import Stack, language
 from tests.support.lanes import slow
@@ -163,10 +163,10 @@ def test_a_trace_is_replayed_once_for_each_limit(monkeypatch):
 
 
 def test_copies_of_many_small_tensors_are_made_in_the_first_step_only():
-    rooms, tensors = Rooms(), [torch.zeros(4) for _ in range(100)]
-    rooms.begin()
-    kept = [rooms.take(tensor) for tensor in tensors]
-    rooms.keep(kept)
-    rooms.begin()
+    buffers, tensors = CopyBuffers(), [torch.zeros(4) for _ in range(100)]
+    buffers.begin()
+    kept = [buffers.take(tensor) for tensor in tensors]
+    buffers.keep(kept)
+    buffers.begin()
 
-    assert [id(rooms.take(tensor)) for tensor in tensors] == list(map(id, kept))
+    assert [id(buffers.take(tensor)) for tensor in tensors] == list(map(id, kept))

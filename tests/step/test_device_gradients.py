@@ -164,7 +164,7 @@ def test_each_new_size_is_compared_once(as_mps):
     assert [rows for rows, _ in as_mps] == [4, 3, 2]
 
 
-def test_whole_batches_are_compared_after_a_batch_has_been_cut_and_not_before(as_mps):
+def test_whole_batches_are_compared_only_after_a_batch_was_split(as_mps):
     train(MLP, micro_batch_size="auto", callbacks=[Sizes(None, None, None, 4, None, None)])
 
     assert [rows for rows, _ in as_mps] == [4, 8, 6]
@@ -176,7 +176,7 @@ def test_other_devices_are_not_compared(monkeypatch):
     assert train(MLP)[1].global_step == 6
 
 
-def test_it_is_switched_off_with_the_check_before_the_first_cut(as_mps):
+def test_it_is_switched_off_with_the_check_before_the_first_split(as_mps):
     train(MLP, check_split=False)
 
     assert as_mps == []

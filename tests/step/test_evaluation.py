@@ -182,7 +182,7 @@ def test_an_evaluation_whose_single_row_does_not_fit_says_what_would_help():
         evaluated("validate", most=0)
 
 
-def test_a_module_that_is_not_to_be_cut_is_not_cut_in_validation():
+def test_a_module_that_is_not_to_be_split_is_not_split_in_validation():
     class Whole(Evaluates):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(splittable=False)

@@ -219,7 +219,7 @@ def train(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Shown, ShownManual])
-def test_a_run_tells_its_step_and_where_it_writes(train, tmp_path, kind):
+def test_a_run_publishes_its_step_and_its_folder(train, tmp_path, kind):
     seen = train(kind).seen
 
     assert [figures.step for figures in seen] == [0, 1, 2]

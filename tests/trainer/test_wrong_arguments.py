@@ -1,4 +1,4 @@
-"""A wrong Python argument is answered by one line: its name, its value, and what to give instead."""
+"""One line answers a wrong Python argument: its name, its value, and what to give instead."""
 
 import re
 

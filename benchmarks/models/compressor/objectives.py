@@ -1,4 +1,4 @@
-"""Train the compressor's CPU preset by either objective for equal CPU time, and compare the policies.
+"""Train the compressor's CPU preset by either objective in equal CPU time, and compare.
 
 Usage: python -m benchmarks.models.compressor.objectives [--minutes 4]       (about 11 CPU minutes in all)
 
@@ -102,7 +102,7 @@ def train(data: PassageData, *, arguments: dict[str, Any], minutes: float) -> di
 
 
 def judged(arm: Arm, data: PassageData, *, documents: int) -> dict[str, Any]:
-    """Return the record of one arm: its training, and its policy beside baselines under its own reader."""
+    """Return the record of one arm: training, and policy beside baselines under its reader."""
     corpus, texts = held_out.sides(data.hparams)
     options = EvaluationOptions(
         keeps=KEEPS, length=data.text_length, per_document=1, reconstruct=False, repeats=0, seed=SEED
@@ -124,7 +124,7 @@ def judged(arm: Arm, data: PassageData, *, documents: int) -> dict[str, Any]:
 
 
 def gradient_noise(trained: Compressor, data: PassageData, *, arguments: dict[str, Any]) -> dict[str, float]:
-    """Return the relative noise of the policy's gradient under either objective, at the same weights."""
+    """Return the relative noise of the policy's gradient by objective, at equal weights."""
     batch = next(_batches(data))
     found = {}
     for name, own in ARMS.items():

@@ -1,4 +1,4 @@
-"""Fine-tune SmolLM2-135M-Instruct on Python's documentation, on two CPU cores in ten minutes.
+"""Fine-tune SmolLM2-135M-Instruct on Python's documentation: two CPU cores, ten minutes.
 
 The questions name the standard library's functions and methods; the answers are the first paragraphs of their docstrings. They are written to a
 `.jsonl` file with the module as the group, so that validation holds modules that training lacks. Then the commands of a user run:

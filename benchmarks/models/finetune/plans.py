@@ -1,4 +1,4 @@
-"""Plans of fine-tuning on a simulated Mac with 16 GB, beside 6 GiB for everything else, and a run there.
+"""Plans of fine-tuning on a simulated Mac with 16 GB, of which 6 GiB are taken, and a run.
 
 `plans` are plans of 16 rows with LoRA of rank 16, weights on the meta device, bf16-mixed. `runs` trains random weights of Qwen2.5-0.5B's shape
 for three steps on the simulated machine, in the planned micro-batches of one row of 1,024 tokens, and compares the predicted peak with

@@ -123,7 +123,7 @@ def compared(name: str, module: Finetune, folder: Path, *, python: str) -> dict[
 
 
 def main() -> int:
-    """Compare all models, print a table and write the record; the exit code says whether one differs."""
+    """Compare all models, print a table, write the record; return 1 if a model differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="an interpreter that has mlx-lm")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the record goes")

@@ -1,4 +1,4 @@
-"""Compare LoRA fine-tuning with TRL's `SFTTrainer` and a bare peft loop: tokens/s and peak memory.
+"""Compare LoRA fine-tuning with TRL's `SFTTrainer` and a peft loop: tokens/s, peak memory.
 
 The shapes of SmolLM2-1.7B and Qwen2.5-3B with random weights in bf16, LoRA of rank 16 on all linear layers but the head in float32, bf16 mixed,
 16 rows of up to 1,024 tokens a step, fused AdamW, clipping at 1. All sides use torch's SDPA attention: FlashAttention is not installed.
@@ -214,7 +214,7 @@ def _of_group(cell: str, runs: Sequence[dict[str, Any]], trainer: str) -> dict[s
 
 
 def budget_of(cell: str, runs: Sequence[dict[str, Any]], *, recompute: bool) -> int | None:
-    """Return a share of the peak of TRL's fastest side of the same checkpointing; None if no peak is known."""
+    """Return a share of the peak of TRL's fastest run with equal checkpointing, if any."""
     share = next(share for name, share in SHARES.items() if cell.rpartition("/")[2].startswith(name))
     rivals = [
         run
@@ -226,7 +226,9 @@ def budget_of(cell: str, runs: Sequence[dict[str, Any]], *, recompute: bool) -> 
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return by rival our highest relative speed in its peak, and our lowest relative peak at its speed.
+    """Return by rival our highest relative speed in its peak, and lowest relative peak.
+
+    The peak is the lowest of runs that reach the rival's speed.
 
     A ratio is None where no run of ours is within the peak, or as fast. `meets` is by the aims.
     """

@@ -93,7 +93,7 @@ def measure(
 
 
 class Window:
-    """Time of the steps after the warm-up, between waits for the device, and the peaks of all steps."""
+    """Time of the steps after the warm-up, between device synchronizations, and all peaks."""
 
     def __init__(self) -> None:
         self.tokens: list[int | Tensor] = []
@@ -142,7 +142,7 @@ def _version(name: str) -> str | None:
 
 
 def _texts(lengths: str, *, length: int, vocabulary: int) -> list[list[int]]:
-    """Return random token ids; ragged ones have log-normal lengths and as many tokens as even ones."""
+    """Return random token ids of even or log-normal lengths, with equally many tokens."""
     draw = random.Random(0)
     rows = ROWS * (WARM_UP + STEPS + 1)
     sizes = [length] * rows
@@ -300,7 +300,7 @@ class _Moments(TrainerCallback):
 def _trl(
     network: nn.Module, texts: list[list[int]], window: Window, *, length: int, rows: str, recompute: bool | str
 ) -> Callable[[], dict[str, Any]]:
-    """Train by `SFTTrainer`, whose rows are "padded", packed without mixing ("bfd"), or "wrapped"."""
+    """Train by `SFTTrainer`, with rows "padded", packed unmixed ("bfd"), or "wrapped"."""
     from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer

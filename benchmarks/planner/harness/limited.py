@@ -62,7 +62,7 @@ Two fits of one kind are 1 or 2 MiB apart.
 """
 
 MAPPED = 2**17
-"""Bytes from which a CPU's blocks are mapped one by one: the value of glibc at the start of a process."""
+"""Bytes from which glibc maps a CPU's block by itself, at the start of a process."""
 
 
 class Limit(L.Callback):

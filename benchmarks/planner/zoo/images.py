@@ -132,7 +132,7 @@ class Dilated(nn.Module):
 
 
 class Video(nn.Module):
-    """3-D convolutions over short films, with pooling and transposed convolutions; rebuilds the film."""
+    """3-D convolutions over short films, pooled and transposed; reconstructs the film."""
 
     def __init__(self, *, width: int, depth: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _Separable(nn.Module):
 
 
 class DepthWise(nn.Module):
-    """Depth-wise separable convolutions with squeezed excitations, as in MobileNet and EfficientNet."""
+    """Depth-wise separable convolutions with squeeze-and-excitation, as in MobileNet."""
 
     def __init__(self, *, width: int, depth: int, classes: int = 100) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Autoencoder(nn.Module):
 
 
 class Codebook(nn.Module):
-    """An autoencoder whose codes are the nearest of a book, as in VQ-VAE, with averages of the book's use."""
+    """Autoencoder with a codebook and running averages of its use, as in VQ-VAE."""
 
     def __init__(self, *, width: int, codes: int) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class FourierOperator(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """Features of several scales added from the coarsest down, and a focal loss on each, as in detectors."""
+    """Feature pyramid, summed from the coarsest scale down, with a focal loss on each scale."""
 
     def __init__(self, *, width: int, levels: int, classes: int = 8) -> None:
         super().__init__()

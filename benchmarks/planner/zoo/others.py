@@ -17,7 +17,7 @@ __all__ = [
 
 
 class _Attends(nn.Module):
-    """Attention over the edges of a graph: softmax of each node's edges by scattered maxima and sums."""
+    """Attention over a graph's edges: softmax per node by scattered maxima and sums."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GraphAttention(Graph):
 
 
 class PointCloud(nn.Module):
-    """Maxima over the nearest neighbours of each point, found by `cdist` and `topk`; a class for each cloud."""
+    """Maxima over each point's nearest neighbours, by `cdist` and `topk`; classifies clouds."""
 
     def __init__(self, *, width: int, depth: int, near: int, classes: int = 100) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class PointCloud(nn.Module):
 
 
 class Tables(nn.Module):
-    """Summed embeddings of several entries a field, and the products of all fields, as in recommenders."""
+    """Summed embeddings of several entries a field, and products of fields; a recommender."""
 
     def __init__(self, *, fields: int, entries: int, width: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Tables(nn.Module):
 
 
 class Coordinates(nn.Module):
-    """A radiance field: Fourier features of points along rays, weight-normed layers, and sums along each ray."""
+    """Radiance field: Fourier features along rays, weight-normed layers, sums per ray."""
 
     def __init__(self, *, width: int, depth: int, samples: int, frequencies: int = 10) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _Triangle(nn.Module):
 
 
 class Triangles(nn.Module):
-    """Updates of all pairs of positions, as in protein folding; predicts the distance of each pair."""
+    """Updates of all pairs of positions, as in protein folding; predicts pair distances."""
 
     def __init__(self, *, width: int, depth: int, bins: int = 32) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ class Speech(nn.Module):
 
 
 class _Scan(nn.Module):
-    """A selective state space: the state decays and takes input by amounts that depend on the input."""
+    """Selective state space: input decides the decay of the state and the intake."""
 
     def __init__(self, width: int, *, states: int, loops: bool) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _Scan(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A language model of selective state spaces, as in Mamba; `loops` goes position by position."""
+    """Language model of selective state spaces, as in Mamba; `loops` runs by position."""
 
     def __init__(self, *, vocabulary: int, width: int, depth: int, states: int = 8, loops: bool = False) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Grouped(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """A language model of experts in grouped products, with convolutions along time between them."""
+    """Language model of experts in grouped products, with convolutions in time between them."""
 
     def __init__(self, *, vocabulary: int, width: int, depth: int, experts: int) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class GroupedExperts(nn.Module):
 
 
 class Waves(nn.Module):
-    """Dilated causal convolutions with gates over sound, as in WaveNet; predicts the next of 256 levels."""
+    """Gated dilated causal convolutions, as in WaveNet; predicts the next of 256 levels."""
 
     def __init__(self, *, width: int, depth: int) -> None:
         super().__init__()

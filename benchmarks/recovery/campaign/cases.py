@@ -288,7 +288,7 @@ def _mixed(draw: random.Random, index: int) -> Case:
 
 
 def _gpu_fault(draw: random.Random, index: int) -> Case:
-    """A simulated Mac loses a command buffer, up to the next wait of the host, without an error or a message.
+    """A simulated Mac silently loses a command buffer, up to the host's next wait.
 
     A run that may have lost work of the optimizer stops, unless it keeps a copy of the weights.
     """

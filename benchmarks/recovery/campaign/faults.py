@@ -220,7 +220,7 @@ class Disturbance(L.Callback):
 
 
 def _watch_group(optimizer: torch.optim.Optimizer, at: int, passed: Callable[[], None]) -> Callable[[], Any]:
-    """Call `passed` once the state of group number `at` is made, and return the function that ends this.
+    """Call `passed` once group number `at` has state; return the function that ends this.
 
     Torch's optimizers create a group's state before they write its weights. They finish one group before the next.
     """

@@ -20,7 +20,7 @@ _KEY = "lightning_unified.continuation"
 
 
 class Continuation:
-    """Save and restore the random states of all ranks and the gradients of an open accumulation window.
+    """Save and restore random states of all ranks, and gradients of an open window.
 
     The time of restoring depends on where the states were saved. After an epoch's last batch, the iterator of the next epoch's
     loader draws next, so the states are restored before Lightning creates it. Inside an epoch, only the resumed run creates an
@@ -77,7 +77,7 @@ class Continuation:
             self._loaded = None
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Skip the validation loader of a called-off validation, and begin the epoch in full after a resume.
+        """Skip the loader of a cancelled validation, and begin a resumed epoch in full.
 
         Otherwise Lightning would create an iterator only to count that validation as done.
         At an epoch's end Lightning skips the validation itself; without a due validation it would train another batch in the old epoch.

@@ -60,9 +60,7 @@ class CheckpointFiles:
     def write(self, trainer: Trainer, *, step: int | None, is_best: bool) -> str | None:
         """Write the state once and link it to all due names.
 
-        Return the error of any rank in words, or None.
-
-        A failure changes no file.
+        Return the error of any rank in words, or None. A failure changes no file.
 
         Args:
             trainer: The Trainer whose state is saved.
@@ -114,9 +112,8 @@ def _write_and_link(trainer: Trainer, folder: Path, name: str, *, links: list[st
 def write_state(trainer: Trainer, path: Path) -> str | None:
     """Save the state of `trainer` to `path`.
 
-    Return this rank's error in words, or None. No rank is left waiting.
-
-    If memory runs out, a single process tries again. With several processes, the others would have gone on by then.
+    Return this rank's error in words, or None. No rank is left waiting. If memory runs out, a single process tries
+    again. With several processes, the others would have gone on by then.
     """
     save = partial(trainer.save_checkpoint, path)
     try:

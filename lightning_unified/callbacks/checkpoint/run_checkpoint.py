@@ -106,9 +106,7 @@ class RunCheckpoint(Checkpoint):
     def request(self) -> None:
         """Request a `last.ckpt` at the end of this batch.
 
-        Call it from a callback's `on_train_batch_end`.
-
-        All processes must request it after the same batch.
+        Call it from a callback's `on_train_batch_end`. All processes must request it after the same batch.
         """
         self._requested = True
 

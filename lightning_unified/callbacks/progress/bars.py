@@ -1,4 +1,4 @@
-"""Progress bars that show memory, the micro-batch size and the memory pressure beside the metrics."""
+"""Progress bars that show memory, micro-batch size and memory pressure beside the metrics."""
 
 import sys
 import time
@@ -33,7 +33,7 @@ else:
 
 
 class _MemoryColumns(_Bar):
-    """Adds memory, micro-batch size and pressure to a progress bar; writes lines where no bar can be drawn.
+    """Add memory, micro-batch size and pressure to a progress bar, or to plain lines.
 
     `mem 1.2/4.0 GiB` is allocated of the budget, or of the pool without a budget. `micro 4` is in rows. `pressure warn` is the level
     that `PressureGuard` reads.

@@ -13,7 +13,9 @@ _SHARE = 0.02  # of the time so far: a run of a day writes about 300 lines
 
 
 class ProgressLines:
-    """Decides when a line is due: every ten seconds at first, later every fiftieth of the time so far.
+    """Decide when a line is due: every ten seconds at first, later less often.
+
+    Later means every fiftieth of the time so far.
 
     Args:
         step: The optimizer steps done before this process.

@@ -1,1 +1,1 @@
-"""The requested configuration: overrides checked, composed, bound, or read from an earlier run."""
+"""The configuration of a run: check, compose, bind to signatures, read from an earlier run."""

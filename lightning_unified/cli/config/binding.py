@@ -151,7 +151,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _fits_one(value: Any, hint: Any) -> bool:
-    """Return False only where the annotation is a plain type and `value` is certainly of another."""
+    """Return whether `value` may have the type `hint`.
+
+    Only an annotation that is a plain type can refuse a value.
+    """
     if isinstance(value, dict):  # a node with a `_target_` becomes an object of a type that is unknown here
         return True
     origin = typing.get_origin(hint)

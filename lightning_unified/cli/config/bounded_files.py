@@ -66,7 +66,7 @@ def read_text(path: Path) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with a replacement for every character that a terminal would obey instead of showing.
+    """Return `text` with every character that controls a terminal replaced.
 
     Tabs and newlines stay.
     """

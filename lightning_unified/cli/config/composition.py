@@ -26,7 +26,9 @@ class Composed:
 
 @contextmanager
 def searching(config_path: str) -> Iterator[None]:
-    """Let `composed` find the configuration under `config_path`: a folder, or `pkg://package.name`.
+    """Make `composed` read the configuration under `config_path`.
+
+    The path is a folder or `pkg://package.name`.
 
     Inside a running Hydra application, that application's search path applies.
     """
@@ -55,7 +57,9 @@ def composed(overrides: Sequence[str]) -> Composed:
 
 
 def groups() -> dict[str, list[str]]:
-    """Return every group of the search path with its choices, including Hydra's own (`"hydra/launcher"`).
+    """Return every group of the search path with its choices.
+
+    Hydra's own groups, such as `"hydra/launcher"`, are included.
 
     A folder inside a group with choices holds further choices of that group: `model=wordle/qwen2_5_3b`.
     """

@@ -24,7 +24,7 @@ def extra_for(package: str, *, target: str = "") -> str | None:
 
     Args:
         package: The name under which it is imported.
-        target: The dotted name of what needs it. An extra that it names comes first.
+        target: The dotted name of the object that needs the package. An extra that it names comes first.
     """
     try:
         lines = requires("lightning-unified") or []

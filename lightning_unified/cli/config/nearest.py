@@ -7,7 +7,7 @@ __all__ = ["did_you_mean", "nearest"]
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the member of `valid` that `name` resembles most, or None if there is none close enough.
+    """Return the member of `valid` most similar to `name`; None if none is similar enough.
 
     The last part of dotted names is compared too, so `max_steps` finds `trainer.max_steps`.
     """

@@ -1,4 +1,4 @@
-"""Check every override before anything runs, and name the nearest valid group, choice or key."""
+"""Check every override before anything runs; suggest the nearest valid group, choice or key."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +50,9 @@ def quoted(path: str | Path) -> str:
 
 
 def with_quoted_paths(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` with quotes around paths of `resume` and `run_dir` that Hydra's grammar cannot read.
+    """Return `overrides` with quotes around the paths that Hydra's grammar cannot read.
+
+    Only `resume` and `run_dir` hold such paths.
 
     The folders of a sweep's runs are such paths: `resume=runs/sweep/2026-01-31_12-00-00/memory=debug,model.width=64`.
     """
@@ -82,7 +84,10 @@ def single_run(override: Override) -> str:
 
 
 def swept_values(override: Override) -> list[str]:
-    """Return the values of a sweep; for an interval, which only some sweepers can draw from, its start."""
+    """Return the values of a sweep.
+
+    An interval, from which only some sweepers can draw, gives its start.
+    """
     if override.is_interval_sweep():
         interval = override.value()
         return [str(interval.start)]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]

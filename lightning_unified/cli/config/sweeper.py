@@ -21,7 +21,10 @@ def direction_of(config: Any) -> str:
 
 
 def drawn(trial: Any, override: Override, config: Any) -> str:
-    """Return `key=value` with a value that `trial` draws; an integer if the key of `config` holds one."""
+    """Return `key=value` with a value drawn by `trial`.
+
+    The value is an integer if the key of `config` holds one.
+    """
     key, sweep = override.get_key_element(), override.value()
     name = key.lstrip("+")
     if isinstance(sweep, IntervalSweep):
@@ -35,7 +38,10 @@ def drawn(trial: Any, override: Override, config: Any) -> str:
 
 
 class OptunaSweeper(Sweeper):
-    """Runs `n_trials` runs, drawn `n_jobs` at once; docs/how-to/sweeps.md has the settings and overrides."""
+    """Run `n_trials` runs, of which `n_jobs` are drawn together.
+
+    docs/how-to/sweeps.md lists the settings and overrides.
+    """
 
     __module__ = "hydra_plugins.lightning_unified"  # Hydra accepts plugins of that package only
 
@@ -43,7 +49,7 @@ class OptunaSweeper(Sweeper):
         self._trials, self._at_once, self._seed, self._study = n_trials, max(n_jobs, 1), seed, study
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        """Keep what `sweep` needs, as Hydra asks of a sweeper."""
+        """Keep the objects that `sweep` needs; Hydra calls this on each sweeper."""
         self.hydra_context, self.config, self._context, self._config = hydra_context, config, hydra_context, config
         self._launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
@@ -70,7 +76,7 @@ class OptunaSweeper(Sweeper):
 
 
 def register() -> None:
-    """Register the sweeper as a module of `hydra_plugins`, where an editable installation has none."""
+    """Register the sweeper in `hydra_plugins`; an editable installation does not contain it."""
     plugins = Plugins.instance()  # imports the plugins that are installed, maybe Hydra's own Optuna sweeper
     sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
     sys.modules[OptunaSweeper.__module__] = sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""What a resumed run directory may make this program do: nothing but train.
+"""Refuse a resumed run directory that would make this program do more than train.
 
 A run directory may come from another person. Its files choose classes and paths, so each is checked before it is used:
 
@@ -33,7 +33,9 @@ _WRITERS = ("callbacks", "logger", "trainer", "memory")
 
 
 def check_links(directory: Path) -> None:
-    """Refuse symbolic links that lead out of `directory`: a resumed run would write through them.
+    """Refuse symbolic links that lead out of `directory`.
+
+    A resumed run would write through them.
 
     Raises:
         ConfigurationError: With the first such link and where it leads.
@@ -103,7 +105,9 @@ def is_own(path: Any) -> bool:
 
 
 def check_paths(directory: Path, config: DictConfig) -> None:
-    """Refuse paths outside of `directory` in callbacks, loggers, the Trainer and the memory options.
+    """Refuse paths outside of `directory`.
+
+    Callbacks, loggers, the Trainer and the memory options are checked.
 
     Raises:
         ConfigurationError: With the first such key.

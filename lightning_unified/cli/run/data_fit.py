@@ -56,7 +56,9 @@ def check_batches(data: Any, module: Any, choices: Mapping[str, Any]) -> None:
 
 
 def lacking(error: KeyError, fields: tuple[str, ...], choices: Mapping[str, Any]) -> ConfigurationError | None:
-    """Return the error of a step that reads an entry which its first batch lacks; None for another `KeyError`.
+    """Return the error of a step that reads an entry missing from its first batch.
+
+    None if the `KeyError` has another cause.
 
     Args:
         error: The error of the step.

@@ -1,4 +1,4 @@
-"""JSON files of a run directory: plain values, null for unknown ones, and the versions of packages."""
+"""JSON files of a run directory: plain values, null for unknown ones, package versions."""
 
 import json
 import math
@@ -14,7 +14,10 @@ _PACKAGES = ("lightning-unified", "torch", "lightning", "hydra-core", "numpy")
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that affect a result, None where not installed."""
+    """Return the versions of Python and of the packages that affect a result.
+
+    A package that is not installed has None.
+    """
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -119,9 +119,9 @@ def prepare(config: DictConfig, sources: Sources) -> Machine:
 
 
 def rows_of(config: DictConfig) -> tuple[BatchWork, int]:
-    """Return what a batch of the configured data takes, and the bytes of its rows; 0 where they are not known.
+    """Return the work of a batch of the configured data, and the bytes of its rows.
 
-    A data module says the first in its attribute `batch_work`. The rows are about as large as the file they come from.
+    The work is the attribute `batch_work` of the data module. The bytes are estimated from the size of the file; 0 if it is not known.
     """
     path = config.data.get("path")
     size = Path(path).stat().st_size if isinstance(path, str) and Path(path).is_file() else 0
@@ -158,7 +158,7 @@ def _check_simulation(config: DictConfig, given: HardwareSettings, machine: Simu
 
 
 def _set_threads(count: int, environ: MutableMapping[str, str]) -> None:
-    """Use `count` threads here and in child processes, unless the user exported `OMP_NUM_THREADS`."""
+    """Use `count` threads here and in child processes, unless the user set `OMP_NUM_THREADS`."""
     torch.set_num_threads(int(environ.setdefault("OMP_NUM_THREADS", str(count))))
 
 
@@ -196,12 +196,15 @@ def check_settings(config: DictConfig) -> None:
 
 
 def _check_precision(config: DictConfig) -> None:
-    """Refuse two different precisions: Lightning cannot distinguish `32-true` from no precision given."""
+    """Refuse two different precisions.
+
+    Lightning cannot distinguish `32-true` from no precision.
+    """
     if not OmegaConf.is_dict(config.trainer.strategy):
         return  # Lightning's own strategies use the Trainer's precision
     said, asked = config.trainer.precision, config.memory.precision
     if said is not None and asked != "trainer" and full_name(said) != full_name(asked):
         raise ConfigurationError(
-            f"trainer.precision={said} beside hardware.precision={asked}: the second one decides what runs. Give "
+            f"trainer.precision={said} beside hardware.precision={asked}: the second one decides. Give "
             f"hardware.precision={full_name(said)} alone."
         )

@@ -1,4 +1,4 @@
-"""Build the parts of a run from its configuration: data, module, callbacks, loggers, Trainer."""
+"""Build data, module, callbacks, loggers and Trainer of a run from its configuration."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class _Start(Callback):
 
 
 class _ValidateAtEnd(Callback):
-    """Validate after the last optimizer step that `max_steps` or `max_epochs` allows, for `best.ckpt`.
+    """Validate after the last optimizer step of `max_steps` or `max_epochs`, for `best.ckpt`.
 
     Lightning validates every `val_check_interval` batches and skips a shorter rest. Its loop reads `trainer.val_check_batch` after each
     batch (`_TrainingEpochLoop._should_check_val_fx`, 2.6.6); this callback sets it to the last batch.
@@ -96,7 +96,7 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
 
 
 def callbacks_of(config: DictConfig) -> dict[str, Any]:
-    """Return the callbacks of `config` by name, without those that a flag of the Trainer turns off.
+    """Return the callbacks of `config` by name, without those that a Trainer flag turns off.
 
     Raises:
         ConfigurationError: If a callback refuses its arguments.

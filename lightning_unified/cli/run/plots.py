@@ -1,4 +1,4 @@
-"""PNG plots of a run's metrics over the step: losses, memory, and rewards and games if logged."""
+"""PNG plots of a run's metrics by step: losses, memory, and rewards and games if logged."""
 
 import math
 import re
@@ -19,7 +19,10 @@ _FEW = 3  # lines; a legend inside the axes hides none of them
 
 
 def draw_plots(metrics: Path, directory: Path) -> list[Path]:
-    """Draw a plot for each known group of columns in `metrics` into `directory`, and return the files."""
+    """Draw one plot for each known group of columns in `metrics`, and return the files.
+
+    The files lie in `directory`.
+    """
     columns = read_curves([metrics] if metrics.is_file() else [])
     drawn = []
     for file, (label, pattern, unit) in _PLOTS.items():

@@ -18,7 +18,7 @@ from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
 from lightning_unified.hardware import Budget
 from lightning_unified.precision import live_scaler, plugin_precision
-from lightning_unified.terminal import say, wrapped
+from lightning_unified.terminal import is_first_process, say, wrapped
 from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["batches_of", "quiet_third_parties", "show_changes", "show_data", "show_note", "show_start", "show_summary"]
@@ -53,6 +53,9 @@ def quiet_third_parties() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in _NOT_ACTIONABLE:
         warnings.filterwarnings("ignore", message=f".*{pattern}")
+    if not is_first_process():  # the first rank says what concerns all
+        warnings.filterwarnings("ignore")
+        logging.getLogger("lightning_unified").setLevel(logging.ERROR)
 
 
 def show_note(text: str) -> None:
@@ -67,7 +70,9 @@ def show_changes(directory: Path, changes: Sequence[Change]) -> None:
 
 
 def show_start(config: DictConfig, machine: Machine, *, module: LightningModule, given: Sequence[str] = ()) -> None:
-    """Print in at most ten lines what runs, and how it uses the machine; `config.yaml` holds all settings.
+    """Print what runs and how it uses the machine, in at most ten lines.
+
+    `config.yaml` holds all settings.
 
     The effective settings come from the Trainer that `module` is attached to, not from the request.
     """
@@ -153,13 +158,18 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Text:
     return Text("\n").join(lines)
 
 
-def _shortened(text: str, *, column: int = 9) -> str:
-    most = max(30, _CONSOLE.width - column)
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _shortened(text: str) -> str:
+    width = max(30, _CONSOLE.width - 9)  # beside the column of names
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _show(*parts: Text) -> None:
-    """Print `parts` in one write, so that runs which share a terminal do not mix their lines."""
+    """Print `parts` in one write, so that runs which share a terminal do not mix their lines.
+
+    Only the first of several ranks prints.
+    """
+    if not is_first_process():
+        return
     with _CONSOLE.capture() as shown:
         for part in parts:
             _CONSOLE.print(part)
@@ -193,9 +203,10 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
-    effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
-    is_whole = micro is None or (effective is not None and micro >= effective)
+    effective, micro, ranks = (summary[key] for key in ("effective_batch_size", "micro_batch_size", "ranks"))
+    is_whole = micro is None or (effective is not None and micro * ranks >= effective)
     split = "one micro-batch" if is_whole else f"micro-batches of up to {micro} rows"
+    split += f" on each of {ranks} ranks" if ranks > 1 else ""
     yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
     yield (
         "batch",

@@ -133,7 +133,7 @@ def _promoted(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _softmax(name: str, *, halves: tuple[torch.dtype, ...]) -> Cast:
-    """Return a cast to float32; kernels of the dtypes in `halves` read half precision without a copy."""
+    """Return a cast to float32; kernels of dtypes in `halves` read half precision uncopied."""
     fused = getattr(torch, f"_{name}")
 
     def cast(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +147,7 @@ def _softmax(name: str, *, halves: tuple[torch.dtype, ...]) -> Cast:
 
 
 def _cross_entropy(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast inside cross entropy: log-softmax keeps the logits' precision, its results are raised.
+    """Cast inside cross entropy: log-softmax keeps the logits' precision; its results are raised.
 
     Source:
         torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's allocations under bfloat16 confirm it

@@ -125,7 +125,10 @@ def _projects(weights: Sequence[Tensor], biases: bool) -> bool:
 def _lowered(
     source: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
-    """Return the operands in float16, whatever autocast's dtype is, and the weights as parts of one block."""
+    """Return the operands in float16, and the weights as parts of one block.
+
+    The dtype of autocast does not matter.
+    """
     low = list(_Lowered.apply(*weights))  # pyright: ignore[reportArgumentType]
     states = tuple(state.to(torch.float16) for state in states)
     return source.to(torch.float16), states, low

@@ -1,4 +1,4 @@
-"""Buffers of CUDA sums: a kernel that sums few columns of many rows lets blocks share a column.
+"""Buffers of CUDA sums: for few columns of many rows, several blocks share a column.
 
 The blocks that share a column exchange their partial sums in device memory. Examples are the gradients of biases and of
 broadcast weights. Partial sums are float32 for every input dtype. The size follows from rows, columns and number of
@@ -26,7 +26,9 @@ _FEWEST, _MOST = 16, 256  # values summed by one thread
 
 
 def with_sums(trace: Trace) -> Trace:
-    """Return the trace with the buffers of its sums: taken after the result and given back at once.
+    """Return the trace with the buffers of its sums, which live only inside the kernels.
+
+    Each buffer is taken after the kernel's result.
 
     A trace of another backend than CUDA or ROCm is returned unchanged.
     """

@@ -163,7 +163,7 @@ def _devices_are_the_cpu(device: str) -> Iterator[None]:
 
 @contextmanager
 def _optimizer_kernels(backend: str) -> Iterator[None]:
-    """Make optimizers choose their kernel as on `backend`, whatever device the parameters are on.
+    """Make optimizers choose their kernel as on `backend`, on any device of the parameters.
 
     An optimizer with neither `foreach` nor `fused` set updates all parameters at once on CUDA, with one more copy of them as
     temporaries, and one after the other on a CPU and on MPS. It decides by the device and class of each parameter, and fake

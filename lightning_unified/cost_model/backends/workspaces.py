@@ -1,4 +1,4 @@
-"""Workspaces of matrix libraries: memory of the CUDA caching allocator that belongs to no tensor.
+"""Workspaces of matrix libraries: memory of the CUDA caching allocator outside of tensors.
 
 A cuBLAS handle takes its workspace at its first product, after the result, and keeps it. The thread of the forward pass has
 one handle, the thread of the backward pass another. cublasLt, which runs products with a fused bias, keeps a small workspace

@@ -24,7 +24,7 @@ _STEP = 1.01  # ratio of two limits that are tried: about the error of a predict
 
 
 def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFAULT) -> bool:
-    """Return whether the steps of a run like `trace` succeed with at most `limit` bytes reserved.
+    """Return whether steps like `trace` succeed with at most `limit` bytes reserved.
 
     An allocator at its limit frees its unused blocks and tries again. The moment at which that happens decides how later
     blocks are split, and a few megabytes shift the moment. So a step can succeed within a limit and fail within a slightly
@@ -115,7 +115,7 @@ class _WithinLimit:
 
 
 class _MetalWithinLimit(_WithinLimit):
-    """Metal's heaps below `limit` as high watermark, with the low watermark that a run sets for it."""
+    """Metal's heaps with `limit` as high watermark, and the low watermark of a run."""
 
     def __init__(self, pools: Pools, limit: float) -> None:
         super().__init__(pools, limit)

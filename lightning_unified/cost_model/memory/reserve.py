@@ -174,7 +174,9 @@ class RunReplay:
         )
 
     def _leave_scalar(self) -> None:
-        """Free the block of a scalar: Lightning compares a loader's length on the device before the first batch.
+        """Free the block of a scalar that Lightning compares on the device before the first batch.
+
+        It is the length of a loader.
 
         Metal reuses blocks whole until torch 2.13: this one decides which larger block a later scalar gets, and so on.
         """
@@ -216,7 +218,7 @@ class RunReplay:
         return tuple(levels)
 
     def _carry_over(self) -> None:
-        """Rename the storages a step leaves to those the next one begins with, such as its gradients."""
+        """Rename a step's remaining storages, e.g. gradients, to those at the next step's begin."""
         own = {take.storage for take in self._setup}
         left: dict[tuple[Category, int], deque[int]] = defaultdict(deque)
         for take in (self._takes[storage] for storage in self._blocks if storage not in own):
@@ -254,7 +256,10 @@ class RunReplay:
         self._reserved = max(self._reserved, reserved)
 
     def _note_peak(self) -> None:
-        """Note the bytes in blocks if they are the most so far; asked before a block is freed, and at the end."""
+        """Record the bytes in blocks if they are a new maximum.
+
+        Call it before a block is freed, and at the end.
+        """
         if self._total > self._most:
             self._most, self._index, self._at_most = self._total, self._last, dict(self._live)
 

@@ -157,7 +157,7 @@ class Calibration:
         self._write()
 
     def peak_factor(self, kind: str) -> float:
-        """Return the factor for predicted peaks of this kind: the worst recent ratio, from 1.0 to 1.3.
+        """Return the factor for predicted peaks of a kind: the worst recent ratio, from 1.0 to 1.3.
 
         It never lowers a prediction: one that was too high once may be right the next time, and too low costs a recovery.
         """

@@ -57,7 +57,7 @@ def measure_rates(device: torch.device | str) -> Rates:
 
 
 def brief_rates(device: torch.device | str, *, name: str, dtypes: Sequence[str]) -> Rates:
-    """Return rates good enough to order plans in a tenth of a second, from tables where possible.
+    """Return rates that suffice to order plans in 0.1 s, from tables where possible.
 
     The host's launch time is no property of the device and is always measured. For a device in no table, one product of each
     dtype the run uses and the bandwidth are timed. Side effects are those of `measure_rates`.
@@ -111,7 +111,7 @@ def measure_alignment(device: torch.device | str) -> Alignment:
 
 
 def _row_seconds(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
-    """Return seconds a row by size: multiples of 64, each with a multiple of 8 and an odd number."""
+    """Return seconds per row by size: multiples of 64, each with a multiple of 8 and an odd one."""
     width, calls = (512, 1) if device.type == "cpu" else (4096, 20)
     sizes = [rows - less for rows in _ROWS for less in (0, 8, 3)]
     best = dict.fromkeys(sizes, float("inf"))

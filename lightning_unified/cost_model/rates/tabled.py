@@ -157,7 +157,7 @@ def tabled_rates(name: str) -> Rates | None:
 
 
 def typical_rates(backend: str) -> Rates:
-    """Return stand-in rates of a device with an unknown name: they order plans, but predict no times.
+    """Return rates for a device of unknown name: they order plans, but predict no times.
 
     Raises:
         ValueError: For another backend.

@@ -31,7 +31,7 @@ class MachinePlan:
 
 
 def does_fit(plan: Plan) -> bool:
-    """Return whether the plan fits; a plan without a prediction and alternatives counts as fitting."""
+    """Return whether the plan fits; without a prediction and alternatives, it counts as fitting."""
     if plan.prediction is not None:
         return plan.prediction.step_bytes <= plan.budget_bytes
     return not plan.alternatives or any(candidate.fits for candidate in plan.alternatives)

@@ -86,12 +86,12 @@ def rounds(fit: Fit, values: Floats) -> NDArray[np.bool_]:
 
 
 def allowance(values: Floats) -> Floats:
-    """Return the deviation of each figure that counts as a kernel's rounding: a thousandth and 512 bytes."""
+    """Return the deviation that counts as a kernel's rounding: 0.1 % of a figure and 512 bytes."""
     return _SHARE * values + _BYTES
 
 
 def _improve(fit: Fit, design: Floats, values: Floats, terms: list[int], open_: NDArray[np.intp]) -> None:
-    """Write the coefficients of `terms` for those of the figures `open_` to which they come nearer."""
+    """Write the coefficients of `terms` for those figures of `open_` that they fit better."""
     solved = _solve(design[:, terms], values[:, open_])
     if solved is None:
         return

@@ -1,4 +1,4 @@
-"""Add the work of sampling before a step to the step's trace, so that predicted seconds include it.
+"""Add the work of sampling before a step to its trace, so that predicted seconds include it.
 
 Sampling reads each prompt in one pass and decodes one token a pass for all sequences. A dry run of every pass would take too
 long. By formula, a pass launches as many operations as the step's forward pass; it multiplies each parameter once per token,
@@ -17,7 +17,7 @@ _RECORDED = ("cuda", "rocm")  # backends that decode by replayed graphs: one lau
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """Operations of one forward pass: the host's launches, the device's kernels, and their dtype."""
+    """Operations of a forward pass: launches of the host, kernels of the device, their dtype."""
 
     launches: int
     kernels: int

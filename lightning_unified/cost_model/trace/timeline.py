@@ -16,7 +16,7 @@ Integers = NDArray[np.int64]
 
 
 class MisalignedError(ValueError):
-    """Traces that do not show one step at several sizes, so no size can be interpolated from them."""
+    """Traces do not show one step at several sizes, so that no size can be interpolated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -117,9 +117,8 @@ def answer_offset(text: str) -> int | None:
 def parse(text: str) -> dict[str, Any]:
     """Return the fields found in `text`, under the names of `Record`.
 
-    A field that is absent is empty.
-
-    The first occurrence of a field counts, and `</s>` ends the record, so repeated tags after it have no effect.
+    A field that is absent is empty. The first occurrence of a field counts, and `</s>` ends the record, so repeated
+    tags after it have no effect.
     """
     fields: dict[str, Any] = dict.fromkeys(_TAGS.values(), "")
     seen = set()

@@ -65,10 +65,8 @@ def pydoc() -> list[Document]:
 def botocore(*, max_groups: int | None = None, seed: int = 0) -> list[Document]:
     """Return the documentation of AWS services, one document per service.
 
-    A line holds one passage; no passage appears twice.
-
-    The newest API version of each service is read. A passage is a string under the key `documentation`, without tags and longer
-    than 60 characters.
+    A line holds one passage; no passage appears twice. The newest API version of each service is read. A passage is a string
+    under the key `documentation`, without tags and longer than 60 characters.
 
     Raises:
         FileNotFoundError: If botocore is not installed.

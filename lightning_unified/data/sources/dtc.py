@@ -1,9 +1,7 @@
 """Fault codes of cars as diagnostic records, from the installed package elm327obd.
 
-The package's licence is GPL-2.0-or-later.
-
-The package is read at run time and its code is never imported; this repository contains none of its text. It gives two kinds of
-record:
+The package's licence is GPL-2.0-or-later. The package is read at run time and its code is never imported; this repository
+contains none of its text. It gives two kinds of record:
 
 - a code of the guide: symptom = the guide's summary, cause = its causes (likeliest first), solution = its checks and a
   sentence, written here, for its severity;

@@ -146,7 +146,7 @@ def _block_row(lines: list[str], *, file: Path, number: int) -> dict[str, Any]:
             field = _LABELS[match.group(1).lower()]
             if field in row:
                 raise ValueError(
-                    f"{file}:{line_number}: {match.group(1)} occurs twice in one block; part blocks by ---."
+                    f"{file}:{line_number}: {match.group(1)} occurs twice in one block; separate blocks by ---."
                 )
             row[field] = match.group(2)
         elif line.strip() and not field:

@@ -13,12 +13,10 @@ __all__ = ["Addresses"]
 class Addresses:
     """Addresses of a process, in bytes from the start of its first range.
 
-    Later ranges lie below it.
-
-    A segment goes to the lowest address with enough room among the holes in existing ranges. Otherwise a new range of whole
-    32 MiB pages begins below all others. The first range exists from the start: 512 MiB, of which 2 and 24 MiB are free, and
-    another 414 MiB below them once a kernel has run. cuBLAS takes 64 MiB at its first product, from the driver and not from
-    the caching allocator.
+    Later ranges lie below it. A segment goes to the lowest address with enough room among the holes in existing ranges.
+    Otherwise a new range of whole 32 MiB pages begins below all others. The first range exists from the start: 512 MiB, of
+    which 2 and 24 MiB are free, and another 414 MiB below them once a kernel has run. cuBLAS takes 64 MiB at its first
+    product, from the driver and not from the caching allocator.
 
     Source:
         24 recordings of torch 2.11's allocator on an H200 under Linux (driver of CUDA 13): with these rules the order of

@@ -38,7 +38,7 @@ def first_term(func: Any, args: Sequence[Any]) -> Tensor | None:
 
 
 def _called_by_engine() -> bool:
-    """Return whether the backward engine called this operation, with only torch's frames between."""
+    """Return whether the backward engine called this operation through torch's frames only."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back

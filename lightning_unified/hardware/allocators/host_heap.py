@@ -1,4 +1,4 @@
-"""Model a process's memory on Linux: glibc's main heap and separate mappings, as resident bytes."""
+"""Model a Linux process's resident memory: glibc's main heap and separate mappings."""
 
 from lightning_unified.hardware.allocators.pools import Block, Freed, Home, round_up
 from lightning_unified.units import KIB, MIB
@@ -105,7 +105,7 @@ class HostHeap:
         self._give_end()
 
     def _wanted(self, size: int) -> int:
-        """Return the size of hole to look for, so that an aligned block fits wherever the hole begins."""
+        """Return the hole size that fits an aligned block wherever the hole begins."""
         return self._kept(size) + self._HEADER
 
     def _kept(self, size: int) -> int:

@@ -69,7 +69,7 @@ class Block:
 
 
 class Home:
-    """One allocation of the driver: a heap of Metal, a segment of CUDA, a mapping of the C library."""
+    """One allocation of the driver: a Metal heap, a CUDA segment or a mapping of the C library."""
 
     __slots__ = ("blocks", "room", "size", "small")
 
@@ -82,7 +82,7 @@ class Pools(Protocol):
 
     @property
     def reserved(self) -> int:
-        """What the pools hold of the device, in use or not."""
+        """Bytes of the device that the pools hold, in use or not."""
         ...
 
     def rounded(self, size: int) -> int:
@@ -133,7 +133,7 @@ class Freed:
         return self.blocks[at] if at < len(self.blocks) else None
 
     def pop(self, size: int, *, most: float) -> Block | None:
-        """Remove and return the smallest block of at least `size` bytes; None if it exceeds `most` bytes."""
+        """Remove and return the smallest block from `size` to `most` bytes; None if there is none."""
         at = bisect.bisect_left(self._order, (size,))
         if at == len(self._order) or self._order[at][0] > most:
             return None

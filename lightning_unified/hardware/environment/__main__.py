@@ -1,9 +1,7 @@
 """Print pip's arguments for the build of torch that fits this machine.
 
-Run it with `python -m lightning_unified.hardware.environment`.
-
-Needs no installed package, so `make train` runs it before it installs torch. The arguments go to standard output, the reason to standard
-error.
+Run it with `python -m lightning_unified.hardware.environment`. Needs no installed package, so `make train` runs it before it installs
+torch. The arguments go to standard output, the reason to standard error.
 """
 
 import argparse
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None, *, sources: Sources | None = No
         sys.stderr.write(f"no build of torch fits this machine: {choice.reason}{way_out}\n")
         return 2
     sys.stderr.write(f"torch's build: {build} ({choice.reason if asked.build == 'auto' else 'as asked'})\n")
-    # requirements.lock brings what the CPU build needs, so its index is asked for nothing else.
+    # requirements.lock holds all packages that the CPU build needs, so its index serves torch only.
     print(*pip_arguments(build, asked.release, platform=machine.platform), *(["--no-deps"] if build == "cpu" else []))
     return 0
 

@@ -116,7 +116,7 @@ def _cuda_works(sources: Sources) -> bool:
 def _nvidia(sources: Sources) -> tuple[tuple[int, ...] | None, tuple[int, int] | None]:
     """Return NVIDIA's driver version and the highest compute capability.
 
-    The result is None for what is unknown.
+    Unknown fields are None.
     """
     written = read_text(sources.sys / "module/nvidia/version")
     if written is None:

@@ -34,7 +34,7 @@ LOW_SHARE = 0.85  # judgement: caches are freed before the cap is reached, with 
 _MAX_RATIO = 2.0
 
 # Metal's recommended working set as a share of RAM: 2/3 on older macOS, up to 107.52 of 128 GiB on current ones.
-# Ratios are written against the largest, so that the pair lands at or below what the budget asks.
+# Ratios are written against the largest, so that the pair is at or below the budget.
 _RECOMMENDED_AT_MOST = 0.84
 _MAC_RESERVE_FLOOR, _MAC_RESERVE_SHARE = 4 * GIB, 0.15
 
@@ -47,7 +47,7 @@ class Cap:
         applied: Whether something was changed.
         fraction: The ratio set, None if none was.
         bytes: The bytes that ratio stands for, None if not known yet.
-        reason: What was done or why nothing was, for people.
+        reason: The change in words, or why there was none.
         warning: An effect the user may not expect; None if there is none.
     """
 
@@ -109,7 +109,7 @@ def ensure_pair(sources: Sources) -> Cap:
 
 
 def mps_allocator_initialized(sources: Sources) -> bool | None:
-    """Return whether torch has constructed the accelerator's allocator, None if torch cannot say."""
+    """Return whether torch has built the accelerator's allocator; None if torch does not say."""
     try:
         return bool(sources.torch._C._accelerator_isAllocatorInitialized())
     except Exception:

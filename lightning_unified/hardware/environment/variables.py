@@ -1,4 +1,4 @@
-"""Check the environment variables that decide how torch uses memory, before a run fails on one."""
+"""Check the environment variables of torch's memory use before a run fails on one."""
 
 import difflib
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ class Finding:
     Attributes:
         variable: Its name.
         value: Its value, empty if it is not set.
-        verdict: `"ok"`, `"note"` (worth knowing), `"warning"` (does not do what it says), `"error"` (torch will raise).
-        advice: What to do.
+        verdict: `"ok"`, `"note"` (worth knowing), `"warning"` (has another effect than its name says), `"error"` (torch will raise).
+        advice: The remedy.
     """
 
     variable: str
@@ -123,7 +123,7 @@ def _judge_pair(high: float | None, low: float | None) -> tuple[Verdict, str]:
         return "error", f"LOW {floor:g} is above HIGH {ceiling:g}: torch raises at first use; set LOW to at most HIGH"
     if ceiling > 1:
         beyond = "ratios are shares of Metal's recommended working set, 2/3 to 0.84 of RAM"
-        return "warning", f"{beyond}: {ceiling:g} can lie beyond what the machine has; use a ratio up to 1.0"
+        return "warning", f"{beyond}: {ceiling:g} can exceed the machine's memory; use a ratio up to 1.0"
     if floor == 0:
         return "note", "LOW of 0 turns off early freeing of cached blocks"
     return "ok", "a valid pair, in shares of Metal's recommended working set"

@@ -27,7 +27,10 @@ _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.pag
 
 
 def read_cpu(sources: Sources, index: int | None = None) -> Reading:
-    """Read RAM as a unified pool; `allocated` is this process's resident size, `index` is ignored."""
+    """Read RAM as a unified pool; `allocated` is this process's resident size.
+
+    `index` is ignored.
+    """
     del index
     total, available = host_pool(sources)
     return Reading(
@@ -134,7 +137,7 @@ def mmap_threshold(sources: Sources) -> int | None:
 
 
 def cpu_name(sources: Sources) -> str:
-    """Return the processor's name, the board's where the processor has none, else the architecture."""
+    """Return the name of the processor, else of the board, else the architecture."""
     for line in (read_text(sources.proc / "cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():

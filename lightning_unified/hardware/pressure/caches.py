@@ -21,10 +21,8 @@ _GROWN, _SHAPES = 0.10, 4
 def idle_bytes(reading: Reading, *, seen: int = 0) -> int | None:
     """Return the bytes that driver or allocator hold beyond the peak of tensors.
 
-    The result is None if not counted.
-
-    The peak counts, not the live bytes at the end of a batch: activations are freed by then, and the next batch reuses their
-    blocks.
+    The result is None if not counted. The peak counts, not the live bytes at the end of a batch: activations are freed by
+    then, and the next batch reuses their blocks.
 
     Args:
         reading: Reading of the device's pool.

@@ -48,7 +48,7 @@ class Thrash:
         return f"thrashing: steps take {format_duration(self.seconds)} that took {format_duration(self.usual_seconds)}, while {' and '.join(signs)}"
 
     def advice(self, backend: Backend) -> str:
-        """Return the warning: the finding, its meaning, and remedies on `backend`, the cheapest first."""
+        """Return the warning: the finding, its meaning, and remedies on `backend` by rising cost."""
         remedies = ["closing other programs"] if self.traffic_bytes_per_s is not None else []
         remedies.append("batches of one shape, or of a few (pad or bucket them)")
         if backend == "mps":
@@ -77,7 +77,7 @@ class _Kind:
 
 
 class ThrashDetector:
-    """Compares each step with earlier ones of its kind, and traffic with that of the first steps.
+    """Compare each step with earlier ones of its kind, and traffic with that of the first steps.
 
     Only the time between `begin` and `end` counts, so validation, checkpoints and waiting for data are excluded. Steps are
     compared with steps of the same kind only, so a larger batch is not mistaken for a slow machine. A kind seen fewer than

@@ -13,7 +13,7 @@ _ONE_POOL_TOLERANCE = 0.10
 
 
 def read_cuda(sources: Sources, index: int | None = None) -> Reading:
-    """Read a torch.cuda device (CUDA or ROCm) by counters and driver queries that never wait for it."""
+    """Read a CUDA or ROCm device by counters and driver queries that never wait for it."""
     cuda = sources.torch.cuda
     index = choose_index(index, kind="cuda", module=cuda)
     properties = cuda.get_device_properties(index)
@@ -62,7 +62,10 @@ def is_one_pool(properties: Any, sources: Sources) -> bool:
 
 
 def with_cached(free: Figure, *, allocated: Figure, reserved: Figure) -> Figure:
-    """Return `free` plus torch's cached blocks that no tensor uses: the next tensor can reuse them."""
+    """Return `free` plus the cached blocks of torch that no tensor uses.
+
+    The next tensor can reuse them.
+    """
     if free.bytes is None or allocated.bytes is None or reserved.bytes is None:
         return free
     cached = max(0, reserved.bytes - allocated.bytes)

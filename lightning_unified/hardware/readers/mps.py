@@ -27,7 +27,7 @@ def read_mps(sources: Sources, index: int | None = None) -> Reading:
 
     Source:
         `getDeviceStats` in the macOS wheels of torch 2.13.0 and 2.14.1: allocated and reserved bytes with their peaks, nothing
-        else. Until 2.13 a reused buffer counts whole; since 2.14 it is cut to the request, up to a rest below 1 MiB.
+        else. Until 2.13 a reused buffer counts whole; since 2.14 it is split at the request; a rest below 1 MiB stays with it.
     """
     del index
     ensure_pair(sources)
@@ -50,7 +50,7 @@ def read_mps(sources: Sources, index: int | None = None) -> Reading:
 
 
 def mps_name(sources: Sources) -> str:
-    """Return the GPU's Metal name ("Apple M4 Pro"), or the processor's if torch does not know it."""
+    """Return the GPU's Metal name, such as "Apple M4 Pro"; else the name of the processor."""
     try:
         return str(sources.torch.backends.mps.get_name())
     except Exception:

@@ -1,4 +1,4 @@
-"""Read the peak alone, cheaply enough for every step, and reset it where the counter allows it."""
+"""Read the peak at little enough cost for every step; reset it where the counter allows it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Boards and processors other than Macs on which the GPU has the host's memory. None was run."""
+"""Boards and processors, other than Macs, whose GPU shares the host's memory. None was run."""
 
 from types import MappingProxyType
 

@@ -1,4 +1,4 @@
-"""A Metal command queue without the GPU: operations in command buffers, some of which are aborted."""
+"""A simulated Metal command queue: operations in command buffers, of which some are aborted."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ _MESSAGE = "Execution of the command buffer was aborted due to an error during e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abort:
-    """A command buffer that the device aborts: it runs none of the operations in it, and nothing is raised.
+    """A command buffer that the device aborts: its operations do not run, and nothing is raised.
 
     Attributes:
         after: Operations before it, counted from the call of `CommandQueue.abort`.
         operations: Operations in it. It ends earlier at `CommandQueue.wait`. A number that is read (`item()`) does not end it, because
             all tensors are the CPU's here: an optimizer's step counts are read, too, and are the host's on a Mac.
-        leaves: What its results hold: the memory's earlier contents (finite numbers, drawn at random), or `"nan"`.
+        leaves: The content of its results: the memory's earlier contents (finite numbers, drawn at random), or `"nan"`.
         says: Whether the runtime prints its message when the host waits next.
         spares_integers: Whether operations on integers lie in other command buffers, and so do the marks of the canary.
     """
@@ -34,7 +34,7 @@ class Abort:
 
 
 class CommandQueue:
-    """Runs the operations of a simulated device, in order; without an `Abort` it changes nothing.
+    """Run the operations of a simulated device in order; an `Abort` drops some of them.
 
     Attributes:
         lost: Operations that were lost so far.
@@ -57,7 +57,7 @@ class CommandQueue:
         self._aborts.append((begin, begin + abort.operations, abort))
 
     def execute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation, or what an aborted one leaves."""
+        """Return the result of an operation, or the content that an aborted one leaves."""
         if not self._aborts:
             return func(*args, **kwargs)
         place, self._run = self._run, self._run + 1
@@ -76,12 +76,12 @@ class CommandQueue:
                 self._said = _MESSAGE
 
     def news(self) -> str | None:
-        """Return the message of an aborted command buffer since the last call; None if there was none."""
+        """Return the message of a command buffer aborted since the last call; None without one."""
         said, self._said = self._said, None
         return said
 
     def close(self) -> None:
-        """Forget what is still to come."""
+        """Forget all aborts that are still to come."""
         self._aborts, self._said = [], None
 
     def _contents(self, abort: Abort) -> "Callable[[Tensor], None]":
@@ -99,7 +99,7 @@ class CommandQueue:
 
 
 def _lost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fill: "Callable[[Tensor], None]") -> Any:
-    """Run an operation for the shapes of its results and the host's side of it, and take its writes back."""
+    """Run an operation for its result shapes and effects on the host, and undo its writes."""
     schema = func._schema
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]

@@ -39,7 +39,10 @@ class KernelCall(Protocol):
         take: Callable[[int], Block],
         give: Callable[[Block], None],
     ) -> Any:
-        """Call `enter` for each result, and `take` and `give` for each block beside them, in the kernel's order."""
+        """Call `enter`, `take` and `give` for results and other blocks in the kernel's order.
+
+        `enter` gets each result; `take` and `give` get each block beside the results.
+        """
 
 
 class KernelMemory(Protocol):
@@ -54,7 +57,7 @@ _LIBRARIES = (__name__.partition(".")[0], "torch", "lightning")
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, places every storage made on the CPU in a simulated allocator, which may raise.
+    """Place every storage made on the CPU in a simulated allocator, which may raise.
 
     A storage counts once, whatever its views, from the operation that made it until nothing holds it, autograd's saved
     tensors included. A storage that existed before counts from `hold`, or from the first operation in which it meets a
@@ -201,13 +204,13 @@ def _is_library(module: str) -> bool:
 
 
 def _makes_storages(func: Any) -> bool:
-    """Return whether an operation can return new or resized memory, not only views of its inputs."""
+    """Return whether an operation can return new or resized memory, not only views of inputs."""
     schema = getattr(func, "_schema", None)
     return schema is None or "resize" in schema.name or any(each.alias_info is None for each in schema.returns)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among an operation's arguments or results, through nested lists and tuples."""
+    """Return the tensors among an operation's arguments or results, also in lists and tuples."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""A simulated machine: its readings, limits and errors, while this machine's CPU does the work."""
+"""A simulated machine: its readings, limits and errors, while this machine's CPU computes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -39,7 +39,7 @@ class SimulatedMachine:
     Attributes:
         profile: The machine's profile.
         allocator: Allocator of its device.
-        command_queue: Runs the device's operations, and aborts those that it is told to.
+        command_queue: Runs the device's operations, and aborts those that an `Abort` names.
         sources: Sources of all its figures.
 
     Raises:
@@ -123,9 +123,7 @@ class SimulatedMachine:
     ) -> "Iterator[LiveTensors]":
         """Count storages made inside the block, and `holding`, as the device's.
 
-        Run attention as it does.
-
-        Storages that survive the block keep counting until they die or `forget` is called.
+        Run attention as it does. Storages that survive the block keep counting until they die or `forget` is called.
 
         Args:
             holding: Tensors on the device when the block begins.

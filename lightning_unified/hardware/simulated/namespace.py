@@ -1,4 +1,4 @@
-"""Stand-in for the torch module on a simulated machine, answered from the allocator's counters."""
+"""Stand-in for the torch module on a simulated machine, backed by the allocator's counters."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

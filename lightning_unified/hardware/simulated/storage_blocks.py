@@ -15,7 +15,15 @@ __all__ = ["StorageBlocks"]
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum that may take the block of its first term: its storage, the term's, and the blocks freed meanwhile."""
+    """A sum of gradients that may still take the block of its first term.
+
+    Attributes:
+        storage: The sum's storage.
+        key: The identity of that storage.
+        size: Its bytes.
+        term: The identity of the first term's storage.
+        freed: Blocks freed since the sum.
+    """
 
     storage: weakref.ref[Any]
     key: int
@@ -49,12 +57,15 @@ class StorageBlocks:
             self._hold(storage._cdata, storage, self._allocator.allocate(size), storage.nbytes())
 
     def count_sum(self, storage: torch.UntypedStorage, term: torch.UntypedStorage) -> None:
-        """Count a sum of gradients, which takes the block of `term` if that dies before the next operation."""
+        """Count a sum of gradients; it takes the block of `term` if that dies first.
+
+        First means before the next operation.
+        """
         key = storage._cdata
         self._sum = _Sum(weakref.ref(storage), key, storage.nbytes(), term._cdata)
 
     def settle(self) -> None:
-        """Give the last sum a block of its own, if its first term lives on; call it before each operation."""
+        """Give the last sum its own block if its first term lives on; call it before each operation."""
         pending, self._sum = self._sum, None
         if pending is None:
             return

@@ -1,1 +1,1 @@
-"""Causal language models of transformers: weights, adapters, presets, and supervised training."""
+"""Causal language models of transformers: weights, adapters, presets, supervised training."""

@@ -1,4 +1,4 @@
-"""Checkpoints without the frozen weights that a run has read from files, and loading them for use."""
+"""Checkpoints without the frozen weights that were read from files, and how to load them."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ def load_trained(kind: type[_Module], path: str | Path, *, model: str, untrained
         kind: The module's class; its arguments are the checkpoint's hyperparameters.
         path: The `.ckpt` file.
         model: Key of the model's own part of the checkpoint.
-        untrained: What an untrained model would do, for the message.
+        untrained: The behaviour of an untrained model, for the message.
         device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prepared rows of labelled tokens: the tokens that a model reads, and the positions that the loss scores.
+"""Prepared rows of labelled tokens: the model's input and the positions of the loss.
 
 The fields of a prepared batch:
 
@@ -19,7 +19,7 @@ from lightning_unified.nn.linear_cross_entropy import IGNORED
 
 __all__ = ["has_values", "labelled"]
 
-_MULTIPLE = 16  # of a row's length: kernels are fast, and there are few lengths to plan and compile
+_MULTIPLE = 16  # row lengths are multiples of it: kernels are fast, and few lengths are planned and compiled
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -30,7 +30,7 @@ def has_values(tensor: Tensor) -> bool:
 def labelled(tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
     """Return a batch of labelled tokens as a prepared batch.
 
-    Columns of no use, behind the last label of the longest row, are left out in steps of 16. Without values, as in a dry run, every token but the first is scored.
+    Columns behind the last label of the longest row are left out, in steps of 16. Without values, as in a dry run, every token but the first is scored.
 
     Args:
         tokens: (R, S), pads on the right.

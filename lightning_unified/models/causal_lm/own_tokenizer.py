@@ -9,7 +9,7 @@ __all__ = ["OwnTokenizer"]
 
 
 class OwnTokenizer:
-    """The tokenizer of a language model with its template, empty until data or a checkpoint sets it.
+    """Hold a language model's tokenizer and template, once data or a checkpoint sets them.
 
     Args:
         data: The data module that sets it, for error messages.

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.micro_batches import MergeRules, MicroBatchRules
 from lightning_unified.models.causal_lm.labelled_rows import has_values, labelled
 from lightning_unified.models.causal_lm.language_model import check_head, head_of, linear_logits
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
@@ -41,6 +41,8 @@ class SupervisedLanguageModel(LightningModule):
 
     loss_chunk_rows: int | None = None
     loss_name: ClassVar[str] = "train/loss"
+    shares: ClassVar[tuple[str, ...]] = ()
+    """Names of logged values, besides the loss, that add up over the micro-batches of a batch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -54,10 +56,11 @@ class SupervisedLanguageModel(LightningModule):
 
     def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
         """Return how a batch is split: losses divided by the batch's active tokens add up."""
-        return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens)
+        sums = MergeRules(logs=dict.fromkeys((self.loss_name, *self.shares), "sum"))
+        return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens, merge=sums)
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `labelled_rows`; a prepared one unchanged.
+        """Return the batch for `training_step`, see `labelled_rows`; a prepared one unchanged.
 
         Raises:
             ValueError: If the model's logits are not known from its head, see `check_head`; the first batch with values checks this.
@@ -104,7 +107,7 @@ class SupervisedLanguageModel(LightningModule):
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:
         """Log the mean cross-entropy of the labelled tokens."""
         found = labelled(batch["tokens"], batch["labels"], batch.get("positions"))
-        self._log({"val/loss": self.cross_entropy(found)}, batch_size=max(found["total"], 1))
+        self._log({"val/loss": self.cross_entropy(found)}, batch_size=max(found["total"], 1), sync_dist=True)
 
     @abstractmethod
     @override

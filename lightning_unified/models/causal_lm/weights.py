@@ -18,7 +18,7 @@ from lightning_unified.models.pretrained.streaming import check_complete, load_w
 __all__ = ["DTYPES", "adapt", "build_language_model", "find_language_model", "load_language_model"]
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What the model's own weights may be kept in."""
+"""Dtypes in which the model's own weights may be kept."""
 
 _OF_FILES = ("dtype", "torch_dtype", "_name_or_path", "transformers_version", "architectures", "quantization_config")
 
@@ -99,9 +99,8 @@ def adapt(
 ) -> None:
     """Freeze a causal language model, and add adapters to all linear layers but the head.
 
-    Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
-
-    See `pretrained.adapters.adapt_linear_layers` for the arguments and errors.
+    Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6. See
+    `pretrained.adapters.adapt_linear_layers` for the arguments and errors.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False

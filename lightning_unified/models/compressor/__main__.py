@@ -32,13 +32,14 @@ def _parser() -> argparse.ArgumentParser:
     parser, commands = command_parser("compressor", description=__doc__)
     judge = commands.add_parser("evaluate", help="rate and distortion of the policy and of baselines on held-out texts")
     judge.add_argument(
-        "--data", help="held-out texts: a .txt or .jsonl file, a folder, or a source (default: what training held out)"
+        "--data",
+        help="held-out texts: a .txt or .jsonl file, a folder, or a source (default: the validation side of training)",
     )
     judge.add_argument(
-        "--corpus", help="training texts for frequencies and n-grams, likewise (default: what it was trained on)"
+        "--corpus", help="training texts for frequencies and n-grams, likewise (default: the training data)"
     )
     judge.add_argument("--keep", type=float, nargs="+", default=list(KEEPS), help="budgets (default .3 .5 .7 .9)")
-    judge.add_argument("--documents", type=int, help="use only so many held-out documents")
+    judge.add_argument("--documents", type=int, help="number of held-out documents to use")
     judge.add_argument("--per-document", type=int, default=4, help="pieces of a document (default %(default)s)")
     judge.add_argument("--length", type=int, help="tokens of a piece (default: as in training)")
     judge.add_argument("--continuation", type=int, help="tokens predicted after it (default: a quarter of the piece)")

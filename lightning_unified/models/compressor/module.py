@@ -22,7 +22,7 @@ __all__ = ["Compressor"]
 
 
 class Compressor(TextCodec):
-    """A policy that chooses the tokens to keep, and a reader that restores or continues the text.
+    """A policy that chooses the tokens to keep, and a reader that restores or continues texts.
 
     The reader is a language model. Both share one loss: the reader's cross-entropy plus the price of kept tokens (see `objective.estimators`). Each part is a sum
     divided by the whole batch's number of terms. `prepare_batch` counts these before the batch is split, and draws the random numbers
@@ -199,10 +199,10 @@ class Compressor(TextCodec):
         loss, terms, language, language_terms, kept, tokens = self._validation.compute().tolist()
         self._validation.reset()
         if terms:
-            self.log("val/loss", loss / terms, prog_bar=True)
+            self.log("val/loss", loss / terms, prog_bar=True, sync_dist=True)
         if tokens:
-            self.log("val/keep_ratio", kept / tokens)
-            self.log("val/language_loss", language / language_terms)
+            self.log("val/keep_ratio", kept / tokens, sync_dist=True)
+            self.log("val/language_loss", language / language_terms, sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

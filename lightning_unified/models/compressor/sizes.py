@@ -82,7 +82,7 @@ class CompressorConfig:
             raise ValueError(f"{self.pretrained} reads from left to right only; use reading=copy.")
         if self.reader.positions < 2 * self.policy.positions:
             raise ValueError(
-                f"texts of {self.policy.positions} tokens and what follows them need {2 * self.policy.positions} positions; the "
+                f"texts of {self.policy.positions} tokens and their continuation need {2 * self.policy.positions} positions; the "
                 f"reader has {self.reader.positions}. Lower text_length or raise positions."
             )
 
@@ -132,7 +132,7 @@ def preset(name: str, **overrides: Any) -> CompressorConfig:
     of_policy = {field: given.pop(key) for key, field in renamed.items() if key in given}
     own = {"reading": given.pop("reading")} if "reading" in given else {}
     if config.pretrained is not None and given:
-        raise ValueError(f"{', '.join(given)}: the sizes of {config.pretrained} are what it was trained with.")
+        raise ValueError(f"{', '.join(given)}: the sizes of {config.pretrained} are fixed by its training.")
     return replace(config, policy=replace(config.policy, **of_policy), reader=replace(config.reader, **given), **own)
 
 

@@ -58,7 +58,7 @@ class TextTokenizer:
 
 
 class TextCodec(LightningModule):
-    """A policy that chooses the tokens to keep, a reader of the kept tokens, and their tokenizer.
+    """A policy that chooses the tokens to keep, a reader of these tokens, and their tokenizer.
 
     `trained_steps` is the number of training steps of the loaded checkpoint, else 0. `trained_length` is the text length in
     training, None if unknown.
@@ -158,9 +158,8 @@ class TextCodec(LightningModule):
     ) -> Tensor:
         """Return the logits (B, U, V) of the continuation.
 
-        They are predicted from the kept tokens and the tokens before it.
-
-        The reader gets the kept tokens (`keep` above 0.5) side by side and no slots for the others, so it reads fewer slots.
+        They are predicted from the kept tokens and the tokens before it. The reader gets the kept tokens (`keep` above 0.5)
+        side by side and no slots for the others, so it reads fewer slots.
 
         Shapes:
             ids, keep, mask (B, T); continuation, continuation_mask (B, U).

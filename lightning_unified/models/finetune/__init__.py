@@ -1,4 +1,4 @@
-"""Fine-tuning of causal language models on your own text: data, training, chat, evaluation, export."""
+"""Fine-tune causal language models on your text: data, training, chat, evaluation, export."""
 
 from typing import TYPE_CHECKING
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.commands import add_device, command_parser, run_command
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["main"]
 

@@ -147,7 +147,7 @@ class Finetune(RecomputeSwitch, SupervisedLanguageModel):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the tokenizer beside the weights; a frozen model that was read from a file is left out."""
+        """Save the tokenizer beside the weights; leave out a frozen model that was read from a file."""
         checkpoint["finetune"] = {
             "chat": self._tokenizer.state(),
             "data": dict(self.data_settings),
@@ -170,7 +170,7 @@ class Finetune(RecomputeSwitch, SupervisedLanguageModel):
         self._tokenizer.restore(saved["chat"], vocabulary=self._vocabulary)
 
     def write_samples(self, *, seed: int) -> list[str]:  # noqa: ARG002 - the likeliest tokens, the same for each seed
-        """Return some held-out prompts with greedy and expected answers; none without `FinetuneData`."""
+        """Return held-out prompts with greedy and expected answers; none without `FinetuneData`."""
         data: Any = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
         if not self._tokenizer.is_set or not hasattr(data, "held_out"):
             return []

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.commands import add_device, command_parser, run_command
 from lightning_unified.models.gearhead.diagnoser import Diagnoser
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["main"]
 
@@ -23,12 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser, commands = command_parser("gearhead", description=__doc__)
-    infer = commands.add_parser(
-        "infer", help="ask a trained model; without a question, one is asked for again and again"
-    )
+    infer = commands.add_parser("infer", help="ask a trained model; without a question, it prompts for questions")
     infer.add_argument("--checkpoint", required=True, help="the .ckpt file that training has saved")
     infer.add_argument("--equipment", help="the machine, as in 'Caterpillar 320 Excavator'")
-    infer.add_argument("--symptom", help="what it does, as in 'loses power under load'")
+    infer.add_argument("--symptom", help="the symptom, as in 'loses power under load'")
     infer.add_argument("--error-codes", nargs="+", default=[], metavar="CODE", help="as in P0087 'SPN 157'")
     infer.add_argument("--batch-file", help="a JSON list of objects with equipment, symptom and error_codes")
     infer.add_argument("--prompt", help="free text to continue, for models trained on text")

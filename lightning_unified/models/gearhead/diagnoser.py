@@ -1,4 +1,4 @@
-"""Diagnose with a trained GearHead from one checkpoint file, and write sample texts after training."""
+"""Diagnose with a trained GearHead from one checkpoint file; write samples after training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 
 from lightning_unified.data.documents import error_codes as codes
 from lightning_unified.data.documents import record as layout
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.gearhead.generate import generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.models.plain_checkpoint import load_weights, read_plain
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["Diagnoser", "write_samples"]
 
@@ -156,7 +156,10 @@ class Diagnoser:
 
     @torch.no_grad()
     def _subsystem(self, prompt: str) -> dict[str, Any]:
-        """Return the likeliest subsystem at `<error>`, where the head was trained, before it reads any code."""
+        """Return the likeliest subsystem at `<error>`, before any code is read.
+
+        The head was trained there.
+        """
         tokens, rows = self._encode(prompt)
         error = self.tokenizer.token_to_id("<error>")
         if self.network.diagnostic_head is None or error not in tokens:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_unified.data.documents.record import EOS_ID, PAD_ID
+from lightning_unified.models.causal_lm.sampling import Sampling, draw
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.sampling import Sampling, draw
 
 __all__ = ["generate"]
 

@@ -28,11 +28,9 @@ __all__ = ["GearHead"]
 class GearHead(LightningModule):
     """A language model for equipment diagnostics.
 
-    The preset `gearhead-text` makes it one of plain text.
-
-    The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
-    the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
-    the micro-batches then add up to those of the whole batch.
+    The preset `gearhead-text` makes it one of plain text. The loss is the next token's cross-entropy plus `diagnosis_weight`
+    times that of the subsystem. Each is a sum divided by the whole batch's number of terms, which `prepare_batch` counts
+    before the batch is split. The losses and the gradients of the micro-batches then add up to those of the whole batch.
 
     `loss_chunk_rows` may be set at any time: the tokens of a chunk of the loss; None chooses.
 
@@ -152,7 +150,7 @@ class GearHead(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with the whole batch's numbers of loss terms, see `objective.with_totals`."""
+        """Return the batch with its numbers of loss terms, see `objective.with_totals`."""
         return with_totals(batch)
 
     @override
@@ -181,11 +179,12 @@ class GearHead(LightningModule):
         loss, tokens, diagnosis_loss, diagnoses, right = self._validation.compute().tolist()
         self._validation.reset()
         if tokens:
-            self.log("val/loss", loss / tokens, prog_bar=True)
-            self.log("val/perplexity", math.exp(min(loss / tokens, 700.0)))  # exp(710) overflows a float
+            self.log("val/loss", loss / tokens, prog_bar=True, sync_dist=True)
+            perplexity = math.exp(min(loss / tokens, 700.0))  # exp(710) overflows a float
+            self.log("val/perplexity", perplexity, sync_dist=True)
         if diagnoses and self.network.diagnostic_head is not None:
-            self.log("val/diagnosis_loss", diagnosis_loss / diagnoses)
-            self.log("val/diagnosis_accuracy", right / diagnoses)
+            self.log("val/diagnosis_loss", diagnosis_loss / diagnoses, sync_dist=True)
+            self.log("val/diagnosis_accuracy", right / diagnoses, sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

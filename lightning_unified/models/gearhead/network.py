@@ -1,8 +1,7 @@
 """The GearHead network: a pre-norm decoder with learned positions and a tied head.
 
-It has an embedding of fault codes.
-
-Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
+It has an embedding of fault codes. Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V
+vocabulary, C diagnoses.
 """
 
 import math
@@ -23,7 +22,10 @@ _INITIAL_STD = 0.02
 
 
 class _Attention(nn.Module):
-    """Causal self-attention, without dropout on its weights, which would materialize B x H x T x T."""
+    """Causal self-attention without dropout on its weights.
+
+    Such dropout would materialize B x H x T x T.
+    """
 
     def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
         super().__init__()

@@ -16,7 +16,10 @@ __all__ = ["loss_sums", "mean_loss", "with_totals"]
 
 
 def with_totals(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with its numbers of loss terms: `scored_tokens` and `scored_diagnoses` (scalars)."""
+    """Return the batch with its numbers of loss terms `scored_tokens` and `scored_diagnoses`.
+
+    Both are scalars.
+    """
     diagnoses = batch.get("diagnosis_labels")
     asked = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
     if diagnoses is not None:
@@ -29,9 +32,8 @@ def loss_sums(
 ) -> dict[str, Tensor]:
     """Return the scalars `loss`, `diagnosis_loss` and `right`.
 
-    The loss is summed over tokens, and `right` is the number of right diagnoses.
-
-    Without a diagnostic head, the last two are 0. `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
+    The loss is summed over tokens, and `right` is the number of right diagnoses. Without a diagnostic head, the last two are
+    0. `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
     """
     hidden = network(batch["input_ids"], batch.get("error_code_ids"))
     # The labels are shifted, not the vectors: a copy of (B, T) integers is cheap, one of (B, T, D) is not.
@@ -50,7 +52,7 @@ def loss_sums(
 def mean_loss(
     network: GearHeadNetwork, batch: Mapping[str, Tensor], *, diagnosis_weight: float, chunk_rows: int | None = None
 ) -> Tensor:
-    """Return the loss of some rows of a batch `with_totals`: their share of the whole batch's loss."""
+    """Return the loss of some rows of a batch `with_totals`: their share of the batch's loss."""
     sums = loss_sums(network, batch, chunk_rows=chunk_rows)
     loss = sums["loss"] / batch["scored_tokens"].clamp(min=1)
     if network.diagnostic_head is None:

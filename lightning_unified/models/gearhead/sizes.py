@@ -18,7 +18,7 @@ __all__ = ["PRESETS", "GearHeadConfig", "preset"]
 
 @dataclass(frozen=True, kw_only=True)
 class GearHeadConfig(DecoderSizes):
-    """Sizes of a GearHead network; the attributes that it does not list are those of `DecoderSizes`.
+    """Sizes of a GearHead network; `DecoderSizes` documents the inherited attributes.
 
     Attributes:
         num_error_codes: Rows of the error-code table, E, or 0 for a plain text model.

@@ -10,7 +10,13 @@ from lightning_unified.models.grpo.batches.collector import KeptBatch
 from lightning_unified.models.grpo.objective import Objective, Terms
 from lightning_unified.models.grpo.reference import Reference
 
-__all__ = ["completion_loss"]
+__all__ = ["SHARES", "completion_loss"]
+
+SHARES = ("train/entropy", "train/clipped", "train/sampling_gap", "train/kl")
+"""Names of the values to log: a micro-batch's shares of the batch's means.
+
+Some of them consist of rounding only.
+"""
 
 
 def completion_loss(

@@ -20,7 +20,6 @@ from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from typing_extensions import override
@@ -30,18 +29,19 @@ from lightning_unified.models.causal_lm.language_model import score
 from lightning_unified.models.causal_lm.supervised import SupervisedLanguageModel
 from lightning_unified.models.grpo.batches.collector import RolloutCollector, largest_batch
 from lightning_unified.models.grpo.batches.rollouts import rewards_of
-from lightning_unified.models.grpo.completion_loss import completion_loss
+from lightning_unified.models.grpo.completion_loss import SHARES, completion_loss
 from lightning_unified.models.grpo.objective import Objective
 from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
 from lightning_unified.models.grpo.rollout import Completions, CompletionSampler, SamplingOptions
 from lightning_unified.models.grpo.rollout.sampler import SamplerSlot
+from lightning_unified.models.grpo.rollout.sampling_module import SamplingModule, spare_bytes
 from lightning_unified.models.grpo.task import Task
 
 __all__ = ["GRPO"]
 
 
-class GRPO(SupervisedLanguageModel):
+class GRPO(SamplingModule, SupervisedLanguageModel):
     """Train a causal language model by rewards, after supervised steps if the loader has any.
 
     For each prompt, the policy samples G completions, and the task rewards them. A completion's advantage is its reward minus its
@@ -86,6 +86,7 @@ class GRPO(SupervisedLanguageModel):
     """
 
     loss_name: ClassVar[str] = "train/sft_loss"  # of the supervised phase
+    shares: ClassVar[tuple[str, ...]] = ("train/loss", *SHARES)
 
     def __init__(
         self,
@@ -141,38 +142,15 @@ class GRPO(SupervisedLanguageModel):
         )
         self.objective, self.reference = Objective(clip_low=clip_low, clip_high=clip_high, beta=beta), Reference()
         own = {"model": model, "stop_ids": stop_ids, "stop_text": task.stop or None, "decode": decode}
-        self._slot = SamplerSlot(sampler, **own, kept_bytes=partial(_spare_bytes, self))
+        self._slot = SamplerSlot(sampler, **own, kept_bytes=partial(spare_bytes, self))
         self._collector = RolloutCollector(
             self.sampling, budget=completion_budget, scale_rewards=scale_rewards, inner_iterations=inner_iterations
         )
         self._has_begun = False  # whether GRPO has begun, after the supervised phase
 
-    @property
-    def temperature(self) -> float:
-        """Temperature at which completions are sampled and scored."""
-        return self.sampling.temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        self.sampling = replace(self.sampling, temperature=value)
-
-    @property
-    def sampler(self) -> CompletionSampler:
-        """The sampler of completions."""
-        return self._slot.sampler
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the sampler's cache between steps."""
-        return self._slot.cache_bytes
-
-    def give_back(self) -> None:
-        """Free the sampler's cache; the next rollout allocates it again."""
-        self._slot.release()
-
     @override
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `batches.sequences`; a prepared one unchanged.
+        """Return the batch for `training_step`, see `batches.sequences`; a prepared one unchanged.
 
         Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 
@@ -259,9 +237,3 @@ class GRPO(SupervisedLanguageModel):
         self._has_begun = saved["has_begun"]
         self.reference.restore(saved["reference"], self.policy)
         self._collector.restore(saved, device=self.device)
-
-
-def _spare_bytes(module: LightningModule) -> int | None:
-    """Return the bytes that the plan leaves for the sampler's cache; None without plan or CUDA."""
-    trainer = module._trainer if module.device.type == "cuda" else None
-    return None if trainer is None else getattr(trainer.strategy, "spare_bytes", None)

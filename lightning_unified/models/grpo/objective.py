@@ -101,9 +101,8 @@ class Objective:
 def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:
     """Return `exp(q) - q - 1` at `q = reference - log_probs`.
 
-    It is an estimate of KL(policy, reference) that is never negative.
-
-    Source: Schulman 2020, "Approximating KL Divergence" (the estimator called k3 there).
+    It is an estimate of KL(policy, reference) that is never negative. Source: Schulman 2020, "Approximating KL
+    Divergence" (the estimator called k3 there).
     """
     difference = reference - log_probs
     return difference.exp() - difference - 1

@@ -59,7 +59,7 @@ def build_optimizer(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError(
-            "no weight of the policy requires a gradient; give it adapters, or unfreeze what is to be trained."
+            "no weight of the policy requires a gradient; give it adapters, or unfreeze the weights to train."
         )
     groups = [{"params": trained, "weight_decay": rates.weight_decay}]
     share = partial(_share, sft_steps=rates.sft_steps, sft_peak=rates.sft_learning_rate / rates.learning_rate)

@@ -63,7 +63,10 @@ def adapt_linear_layers(
 
 
 def _converted_without_autocast(source: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return an adapter's input in the adapter's dtype, or as it is under autocast, which converts it itself."""
+    """Return an adapter's input in the adapter's dtype; unchanged under autocast.
+
+    Autocast converts the input itself.
+    """
     if source is None or source.dtype == dtype or torch.is_autocast_enabled(source.device.type):
         return source
     return source.to(dtype)

@@ -130,7 +130,7 @@ class ChatTokenizer:
         return self._chat_template.render(messages, is_prompt=is_prompt)[0]
 
     def answers_of(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return a whole conversation as text, and where its marked answers begin and end, in characters.
+        """Return a conversation as text, and the character spans of its marked answers.
 
         Raises:
             ValueError: As `render`.

@@ -1,4 +1,4 @@
-"""Load weights one tensor at a time, so that they are never in memory twice, the page cache counted.
+"""Load weights tensor by tensor, so that no second copy is in memory or the page cache.
 
 The model is built without values. Each tensor of a safetensors file is then read into memory of its own, which becomes the parameter.
 The pages that were read leave the cache at once, see `lightning_unified.files`.
@@ -66,7 +66,9 @@ def load_weights(
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor, int]]:
-    """Yield each tensor of a folder's safetensors: its name, its place, and the open file for `read_tensor`.
+    """Yield name and place of each tensor of a folder's safetensors, with the open file.
+
+    `read_tensor` reads from that file.
 
     Raises:
         FileNotFoundError: If the folder holds no safetensors.

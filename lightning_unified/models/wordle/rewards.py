@@ -22,7 +22,7 @@ COMPONENTS: tuple[str, ...] = ("format", "valid", "consistent", "entropy", "solv
 
 
 class Example(NamedTuple):
-    """What decides the reward of an answer to one prompt.
+    """The facts that decide the reward of an answer to one prompt.
 
     Attributes:
         secret: The secret.

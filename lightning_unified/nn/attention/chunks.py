@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.nn.saved_attention import generator_state, restored, saved_once
+from lightning_unified.nn.attention.saved import generator_state, restored, saved_once
 
 __all__ = ["CHUNK_BYTES", "Call", "attention_in_chunks", "queries_of_chunk"]
 
@@ -61,7 +61,10 @@ class Call:
             yield slice(start, min(start + self.chunk, queries))
 
     def seen(self, keys: Tensor, part: slice) -> Tensor:
-        """Return the keys or values (N, S, X) that a chunk sees: with a causal mask none behind its last query."""
+        """Return the keys or values (N, S, X) that a chunk of queries attends to.
+
+        With a causal mask, these end at the chunk's last query.
+        """
         return keys[:, : part.stop] if self.causal else keys
 
     def folded(self, rows: Tensor) -> Tensor:
@@ -81,7 +84,10 @@ class Call:
         return scores.masked_fill_(~own, -torch.inf) if own.dtype is torch.bool else scores.add_(own)
 
     def weights(self, query: Tensor, key: Tensor, mask: Tensor | None, part: slice) -> Tensor:
-        """Return the probabilities (…, H, C, S) of a chunk of queries; 0 for a query whose keys are all masked."""
+        """Return the probabilities (…, H, C, S) of a chunk of queries.
+
+        They are 0 for a query whose keys are all masked.
+        """
         scores = self.scores(query, key, mask, part)
         hidden = None if mask is None else scores.amax(-1, keepdim=True) == -torch.inf
         weights = scores.softmax(-1)
@@ -183,7 +189,7 @@ class _Gradient:
     def _change(
         self, query: Tensor, key: Tensor, value: Tensor, outer: Tensor, of_value: Tensor | None, part: slice
     ) -> Tensor:
-        """Return the gradient of a chunk's scores (…, H, C, S), and add that of the values to `of_value`."""
+        """Return the gradient of a chunk's scores (…, H, C, S); add the values' to `of_value`."""
         call, outer = self.call, self.call.folded(outer)
         weights = call.weights(query, key, self.mask, part)
         kept = call.kept(weights) if call.dropout > 0 else None

@@ -24,7 +24,7 @@ def attention_or_none(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return the attention of a call in training; None for a call that torch's own function must answer.
+    """Return the attention of a call in training; None if torch's own function must compute it.
 
     Torch answers calls without gradients, calls inside `torch.func` transforms, tensor subclasses with a function of their own, nested
     tensors, and arguments that it refuses.
@@ -103,7 +103,7 @@ def _as_autocast_does(tensors: list[Tensor]) -> list[Tensor]:
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, heads: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Expand the leading dimensions to common ones; `heads` tells whether the numbers of heads may differ."""
+    """Expand the leading dimensions to common ones; with `heads`, head counts may differ."""
     if mask is not None and (mask.shape[-2] not in (1, query.shape[-2]) or mask.shape[-1] != key.shape[-2]):
         mask = mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2])
     end = -3 if heads else -2

@@ -1,4 +1,4 @@
-"""Replace torch's attention by attention in chunks, under every loaded name, until it is removed."""
+"""Replace torch's attention, under every loaded name, by attention in chunks."""
 
 import logging
 import sys
@@ -34,10 +34,10 @@ scaled_dot_product_attention.__module__ = "torch.nn.functional"
 
 
 class ChunkedAttention:
-    """Attention in chunks of queries in place of torch's function, from construction until `remove`.
+    """Replace torch's attention by attention in chunks of queries, until `remove`.
 
-    Replaced are the names of loaded modules, the entries of their dictionaries, registries of transformers included, and the attributes
-    of the modules inside `module`. Names that are made while it is active are restored too.
+    These references are replaced: names in loaded modules, entries of their dictionaries (registries of transformers included), and
+    attributes of the modules inside `module`. Names that are made while it is active are restored too.
 
     Attributes:
         calls: Number of calls that were computed in chunks.
@@ -50,7 +50,10 @@ class ChunkedAttention:
         _replace(TORCHS, scaled_dot_product_attention, module)
 
     def remove(self) -> None:
-        """Restore torch's function, unless it is replaced for another module too; a second call does nothing."""
+        """Restore torch's function, unless another module still replaces it.
+
+        A second call does nothing.
+        """
         module, self._module = self._module, None
         if module is None:
             return
@@ -60,7 +63,7 @@ class ChunkedAttention:
 
 
 def attends_by_itself(module: nn.Module) -> list[str]:
-    """Return the modules that compute attention weights themselves, so that chunks do not reach them.
+    """Return the modules that compute attention weights themselves; chunks do not reach them.
 
     These are models of transformers with `attn_implementation="eager"`, and `nn.MultiheadAttention`, which returns its weights unless it is
     called with `need_weights=False`. Torch's own transformer layers call it so.

@@ -1,1 +1,1 @@
-"""Kernels of the cross-entropy of a chunk of logits: torch's operators, and Triton's on CUDA."""
+"""Cross-entropy kernels for a chunk of logits: torch's operators, and Triton's on CUDA."""

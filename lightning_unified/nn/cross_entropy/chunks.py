@@ -59,7 +59,7 @@ def losses_of_rows(chunks: Chunks) -> Tensor:
 
 
 def summed_loss(chunks: Chunks) -> Tensor:
-    """Return the sum of the rows' losses, a scalar; the forward pass computes its gradient too, and holds it."""
+    """Return the sum of the rows' losses, a scalar; the forward pass also computes its gradient."""
     return _apply(_SummedLoss, chunks)
 
 
@@ -193,7 +193,7 @@ def _chunks_of(args: Sequence[Any]) -> Chunks:
 def _computed_again(chunks: Chunks, needed: Sequence[bool], kept: Sequence[Tensor], outer: Tensor) -> _Found:
     """Return the gradients of the operands; `outer` (N) is the gradient of each row's loss.
 
-    `kept` holds what the kernels' `losses` returned for `gradient`, by chunk; empty if it is to be computed again.
+    `kept` holds the values that the kernels' `losses` returned for `gradient`, by chunk; empty if they are to be computed again.
     """
     with torch.autocast(chunks.hidden.device.type, enabled=False):
         products = _Products(chunks, needed)

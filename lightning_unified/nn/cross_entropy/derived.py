@@ -57,5 +57,5 @@ def transformed(transform: Callable[[Tensor], Tensor]) -> Derived:
 
 
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
-    """Keep saved-tensor hooks, such as those of a checkpoint around the loss, out of a gradient taken at once."""
+    """Disable saved-tensor hooks, such as a checkpoint's, for a gradient that is taken at once."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

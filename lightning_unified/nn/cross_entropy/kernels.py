@@ -1,4 +1,4 @@
-"""The operations that a chunked cross-entropy repeats, in two implementations with one interface.
+"""The operations of a chunked cross-entropy, in two implementations with one interface.
 
 `Eager` consists of torch's operators and runs anywhere. `Fused` runs on CUDA: Triton kernels that read a chunk of logits once, and a
 matrix product that adds to a float32 sum in place. Its operations are registered with torch (`torch.ops.lightning_unified`), so that
@@ -69,7 +69,7 @@ class Eager:
 
 
 class Fused:
-    """Triton kernels that keep the logits in the dtype of the products, and sums of products in float32."""
+    """Triton kernels: logits in the dtype of the products, sums of products in float32."""
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         return torch.ops.lightning_unified.losses_of_rows(logits, labels)
@@ -91,7 +91,7 @@ def kernels_for(tensor: Tensor, dtype: torch.dtype) -> Kernels:
 
 
 def fused_on(device: torch.device) -> bool:
-    """Return whether `Fused` runs on the device: NVIDIA GPUs from compute capability 7.0, with Triton."""
+    """Return whether `Fused` runs on the device: NVIDIA, compute capability 7.0 or more, Triton."""
     return device.type == "cuda" and torch.version.hip is None and _has_triton() and _capability(device.index) >= (7, 0)
 
 

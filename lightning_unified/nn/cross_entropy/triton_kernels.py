@@ -80,9 +80,10 @@ def _losses_and_gradient(logits, labels, losses, columns, row_stride, label_stri
 
 
 def losses_of_rows(logits: Tensor, labels: Tensor, losses: Tensor, log_sums: Tensor) -> None:
-    """Write each row's loss and log-sum-exp; (N, V), (N), (N), (N), the last two contiguous and in float32.
+    """Write each row's loss and log-sum-exp.
 
-    Entries of a row of logits lie side by side.
+    Shapes: (N, V), (N), (N), (N). The last two tensors are contiguous and in float32. Entries of a row of logits lie
+    side by side.
     """
     shape = (logits.shape[1], logits.stride(0), labels.stride(0))
     _losses[(len(logits),)](logits, labels, losses, log_sums, *shape, BLOCK=_BLOCK, num_warps=_WARPS)

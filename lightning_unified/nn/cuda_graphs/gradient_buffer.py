@@ -42,7 +42,10 @@ class GradientBuffer:
         self._own = [_users(block) for block in self.blocks]
 
     def of(self, parameters: Mapping[str, Tensor]) -> "GradientBuffer":
-        """Return the buffer for `parameters`: this one if names, shapes, dtypes and devices are the same."""
+        """Return this buffer if it fits `parameters`, else a new one.
+
+        It fits if names, shapes, dtypes and devices are equal.
+        """
         if _kinds(parameters) != _kinds(self.places):
             return GradientBuffer(parameters)
         self.parameters = parameters

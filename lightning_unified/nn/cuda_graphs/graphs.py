@@ -27,9 +27,7 @@ _CHANGES = 64  # judgement: changes of the network after which its calls stay ea
 
 
 class RecordedCalls:
-    """Replace the training calls of `network` until `remove`.
-
-    Recorded shapes are replayed.
+    """Replay the training calls of `network` as CUDA graphs, until `remove`.
 
     Outputs and gradients equal those of eager calls: the same kernels read the same weights, and each replay draws new random
     numbers. Autograd receives the gradients, accumulates them and calls the parameters' hooks. A call runs eagerly
@@ -84,7 +82,7 @@ class RecordedCalls:
         self._begin(state_of(network))
         if self._device.type == "cuda":
             recording_stream(self._device)  # takes its memory before a plan counts the free bytes
-        network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # what __call__ calls; torch drops it from copies
+        network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # __call__ calls it; torch drops it from copies
 
     @property
     def recorded(self) -> int:
@@ -96,7 +94,7 @@ class RecordedCalls:
         self._buffer.adopt()
 
     def release(self) -> None:
-        """Free all recordings; they are made again when their shapes come again."""
+        """Free all recordings; they are made again at the next calls of their shapes."""
         self._recordings.clear()
         self._shapes.unsettle()
         self._pool = None
@@ -119,9 +117,9 @@ class RecordedCalls:
             self._begin(state)
         if self.is_refused or self._waits:
             return eager(*args, **kwargs)
-        if not self._shapes.came(call.key):
+        if not self._shapes.count_call(call.key):
             return self._first(call, args, kwargs)
-        if call.key not in self._recordings and not (self._shapes.came_again(call.key) and self._record()):
+        if call.key not in self._recordings and not (self._shapes.count_known_call(call.key) and self._record()):
             return eager(*args, **kwargs)
         turn = Turn()
         self._turn = weakref.ref(turn)
@@ -162,7 +160,7 @@ class RecordedCalls:
 
     def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first call of a shape, which warms up the kernels, and check it for a recording."""
-        for key in self._shapes.make_room():
+        for key in self._shapes.drop_stale():
             self._recordings.pop(key, None)
         if self._shapes.is_full:
             self._say(f"is called with more than {self._shapes.most} shapes: the others run eagerly")
@@ -180,9 +178,9 @@ class RecordedCalls:
         return found.result
 
     def _record(self) -> bool:
-        """Record the shapes that came more than once.
+        """Record the shapes with more than one call; return whether that succeeded.
 
-        Return whether that succeeded, where False is final.
+        After False, nothing is recorded any more.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out for the first time; all recordings and known shapes are dropped then.
@@ -241,7 +239,7 @@ def may_be_recorded(network: nn.Module) -> bool:
 def release_recordings(network: nn.Module) -> None:
     """Free the recordings of `network` and all modules in it.
 
-    This helps where memory is short.
+    Call it where memory is short.
     """
     for one in _stand_ins(network):
         one.release()

@@ -141,7 +141,7 @@ class Looking(TorchDispatchMode):
         if "c10d" in func.namespace:
             return f"{name} communicates with other processes"
         if _saves_elsewhere():
-            return "what it saves for the backward pass is recomputed, moved or packed"
+            return "tensors saved for the backward pass are recomputed, moved or packed"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         goes_to = kwargs.get("device")
         if any(one.device != self._device for one in tensors) or (
@@ -159,7 +159,7 @@ class Looking(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstCall:
-    """What an eager call of a new shape showed.
+    """Findings of an eager call of a new shape.
 
     Attributes:
         result: The network's result.
@@ -215,10 +215,8 @@ def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 def reads_outside(outputs: Sequence[Tensor], *, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> str | None:
     """Return, in words, a tensor outside inputs and parameters on which the outputs depend.
 
-    The result is None without such a tensor.
-
-    A recording would silently leave out its gradient. The older form of torch's checkpointing, which cannot be recorded, is
-    found here too.
+    The result is None without such a tensor. A recording would silently leave out its gradient. The older form of torch's
+    checkpointing, which cannot be recorded, is found here too.
 
     Args:
         outputs: The outputs of an eager call, with their autograd graph.

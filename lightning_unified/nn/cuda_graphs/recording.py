@@ -222,10 +222,9 @@ def record(
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream of all recordings on a device.
 
-    One stream saves memory: cuBLAS keeps a workspace of some MiB for each stream.
-
-    A small product takes the workspaces here, one for this thread and one for autograd's. Otherwise the first recording would hold
-    them in its pool, which could not be freed then, and an earlier plan would not count them.
+    One stream saves memory: cuBLAS keeps a workspace of some MiB for each stream. A small product takes the workspaces here, one
+    for this thread and one for autograd's. Otherwise the first recording would hold them in its pool, which could not be freed
+    then, and an earlier plan would not count them.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():

@@ -11,7 +11,7 @@ _STALE = 256  # judgement: calls without a shape after which another shape may t
 
 
 class KnownShapes:
-    """Shapes that may be recorded, and how often and how lately each came.
+    """Shapes that may be recorded, with the number and the recency of their calls.
 
     Args:
         most: Number of shapes to record at most.
@@ -20,11 +20,11 @@ class KnownShapes:
     def __init__(self, *, most: int) -> None:
         self.most = most
         self._examples: dict[Hashable, Call] = {}
-        self._last: dict[Hashable, int] = {}  # the call number in which each key came last
-        self._again: set[Hashable] = set()  # the keys that came more than once
+        self._last: dict[Hashable, int] = {}  # the number of the last call of each key
+        self._again: set[Hashable] = set()  # keys with more than one call
         self._calls = self._quiet = 0
 
-    def came(self, key: Hashable) -> bool:
+    def count_call(self, key: Hashable) -> bool:
         """Count a call; return whether its shape is known."""
         self._calls += 1
         if key not in self._examples:
@@ -32,7 +32,7 @@ class KnownShapes:
         self._last[key] = self._calls
         return True
 
-    def came_again(self, key: Hashable) -> bool:
+    def count_known_call(self, key: Hashable) -> bool:
         """Count a known shape without a recording; return whether no new shape is expected."""
         self._quiet += 1
         self._again.add(key)
@@ -48,11 +48,9 @@ class KnownShapes:
         self._examples[example.key], self._last[example.key] = example, self._calls
 
     def due(self, recorded: Container[Hashable]) -> list[Call]:
-        """Return the shapes to record, the largest first.
+        """Return the shapes to record: those with more than one call that are not `recorded`.
 
-        They came more than once and are not `recorded`.
-
-        Smaller shapes reuse the memory of the largest one.
+        The largest is the first, because smaller shapes reuse its memory.
         """
         found = [one for key, one in self._examples.items() if key in self._again and key not in recorded]
         return sorted(found, key=lambda one: one.elements, reverse=True)
@@ -61,10 +59,10 @@ class KnownShapes:
         """Expect new shapes, until enough calls bring none."""
         self._quiet = 0
 
-    def make_room(self) -> list[Hashable]:
-        """Forget shapes that no longer come if there is no room for another; return their keys.
+    def drop_stale(self) -> list[Hashable]:
+        """Forget shapes without recent calls if no further shape can be added; return their keys.
 
-        Shapes change with the micro-batch size.
+        Shapes change with the micro-batch size, so old ones may have no more calls.
         """
         stale = [key for key, last in self._last.items() if self.is_full and self._calls - last > _STALE]
         for key in stale:

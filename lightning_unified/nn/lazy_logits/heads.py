@@ -44,14 +44,14 @@ def output_heads(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def obstacles(module: nn.Module) -> dict[str, str]:
-    """Return why output heads of `module` cannot return lazy logits, by the names of these heads."""
+    """Return the output heads of `module` that cannot return lazy logits, with the reasons."""
     compiled = _compiled(module)
     found = {name: _obstacle(name, head, compiled) for name, head in output_heads(module).items()}
     return {name: why for name, why in found.items() if why}
 
 
 def rows_of(module: nn.Module) -> int | None:
-    """Return the rows of a chunk if output heads of `module` return lazy logits; None if none does."""
+    """Return the rows of a chunk of lazy logits; None if no output head returns them."""
     forwards = [vars(head).get(FORWARD) for head in output_heads(module).values()]
     return next((forward.rows for forward in forwards if isinstance(forward, _StandIn)), None)
 

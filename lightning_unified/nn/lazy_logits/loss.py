@@ -50,8 +50,8 @@ def _reduced(source: Source, hidden: Tensor, labels: Tensor, loss: Loss, classes
         kernels = replayed(source.steps, loss)
         operands = {"hidden": hidden, "weight": head.weight, "bias": head.bias, "labels": labels}
         chunks = Chunks(**operands, rows=rows, dtype=products, kernels=kernels)
-        at_once = reduction != "none" and trains_only_hidden(hidden, head.weight, head.bias)
-        return _reduce(summed_loss(chunks) if at_once else losses_of_rows(chunks), labels, loss, reduction)
+        in_forward = reduction != "none" and trains_only_hidden(hidden, head.weight, head.bias)
+        return _reduce(summed_loss(chunks) if in_forward else losses_of_rows(chunks), labels, loss, reduction)
     if loss.ignore_index != IGNORED:  # the label that is ignored elsewhere is an error here
         labels = labels.masked_fill(labels == IGNORED, classes).masked_fill(labels == loss.ignore_index, IGNORED)
     with torch.autocast(hidden.device.type, call.autocast, enabled=call.autocast is not None):

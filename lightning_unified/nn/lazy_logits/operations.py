@@ -1,4 +1,4 @@
-"""What each operation does with lazy logits: record, show a part, compute in chunks, or read the values."""
+"""Effects of operations on lazy logits: record, select, compute in chunks, or read values."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +52,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _recorded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], logits: LazyLogits) -> Any:
-    """Return the result of an operation that needs no values now; `NotImplemented` for any other."""
+    """Return the result of an operation that needs no values now, else `NotImplemented`."""
     view = logits.view_of_logits
     if func in _ELEMENTWISE:
         return _elementwise(func, args, kwargs, logits)
@@ -78,7 +78,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Te
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], logits: LazyLogits) -> Any:
-    """Record an operation whose other arguments are numbers, or tensors of one entry or of one a class."""
+    """Record an element-wise operation with numbers, one-entry tensors or one entry per class."""
     view = logits.view_of_logits
     others = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one is not logits]
     if view.classes != len(view.shape) - 1 or sum(one is logits for one in args) != 1:
@@ -161,7 +161,7 @@ def _bound(args: tuple[Any, ...], kwargs: Mapping[str, Any], **defaults: Any) ->
 
 
 def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any], now: tuple[int, ...]) -> list[int] | None:
-    """Return the shape that `view` or `reshape` gets, with -1 replaced; None for any other argument."""
+    """Return the shape given to `view` or `reshape`, with -1 replaced; None for other arguments."""
     given: Any = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     given = given or kwargs.get("shape") or kwargs.get("size")
     if not given or not all(isinstance(length, (int, torch.SymInt)) for length in given):
@@ -174,7 +174,10 @@ def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any], now: tuple[int, ...
 
 
 def _positions(index: Any, dims: int) -> Any:
-    """Return an index of positions that selects the same from hidden states; None if it selects among classes."""
+    """Return the index that selects the same positions from hidden states.
+
+    None if the index selects among classes.
+    """
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(entry, (list, bool, LazyLogits)) for entry in entries):
         return None
@@ -200,7 +203,7 @@ def _dims_of(entry: Any) -> int:
 
 
 def _transposed(logits: LazyLogits, first: Any, second: Any) -> Any:
-    """Move the classes between the rows and their other positions, as `cross_entropy` takes them, or back."""
+    """Move the classes before the positions, as `cross_entropy` expects them, or back."""
     view, dims = logits.view_of_logits, len(logits.view_of_logits.shape)
     if dims != 3 or {operator.index(first) % dims, operator.index(second) % dims} != {1, 2}:
         return NotImplemented

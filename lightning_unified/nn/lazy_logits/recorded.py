@@ -19,7 +19,10 @@ __all__ = ["LinearLogits", "UnknownLogitsError", "recorded_logits"]
 
 
 class UnknownLogitsError(ValueError):
-    """A model's logits are not a linear layer followed by element-wise operations; the text says why."""
+    """The logits are not a linear layer followed by element-wise operations.
+
+    The text says why.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +51,7 @@ class LinearLogits:
 def recorded_logits(head: nn.Linear, run: Callable[[], Any]) -> LinearLogits:
     """Run a model whose head computes no logits, and return how it computes them.
 
-    In the meantime the head returns lazy logits, which record what the model does with them. The rest of the model runs as usual.
+    In the meantime the head returns lazy logits, which record the model's operations on them. The rest of the model runs as usual.
 
     Args:
         head: The output head.

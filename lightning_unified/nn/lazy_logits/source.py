@@ -30,9 +30,9 @@ class Step:
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     def widens(self, products: torch.dtype) -> bool:
-        """Return whether the step only casts half precision to float32, in which chunks are computed anyway.
+        """Return whether the step only casts half precision to float32.
 
-        `products` is the dtype of the head's output.
+        Chunks are computed in float32 anyway. `products` is the dtype of the head's output.
         """
         if products.itemsize > 2:
             return False

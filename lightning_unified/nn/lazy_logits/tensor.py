@@ -61,7 +61,10 @@ class View:
     is_tracked: bool
 
     def computed(self) -> Tensor:
-        """Return the values, as a view of the source's logits; in-place operations reach all views of them."""
+        """Return the values as a view of the source's logits.
+
+        In-place operations reach all views of them.
+        """
         value = self.source.computed()
         for view in self.path:
             value = view(value)
@@ -115,7 +118,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation that came past `__torch_function__`, such as one inside an autograd function."""
+        """Run an operation that bypassed `__torch_function__`, e.g. inside an autograd function."""
         given: dict[str, Any] = tree_map(values_of, dict(kwargs or {}))
         return func(*tree_map(values_of, args), **given)
 

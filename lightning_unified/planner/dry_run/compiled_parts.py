@@ -1,4 +1,4 @@
-"""Compiled code in a dry run: compiled modules run as their graphs, and other compiled functions end it."""
+"""Compiled code in a dry run: modules run as graphs; a compiled function ends the dry run."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.compiled import COMPILED_CALL, compiled_parts
 from lightning_unified.options import compiled_only_in_training
-from lightning_unified.planner.fake.compiled import CompiledCall
+from lightning_unified.planner.fake.compiled.call import CompiledCall
 from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["noticed", "run_as_compiled", "uncompiled"]
@@ -57,7 +57,10 @@ def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> Non
 
 @contextmanager
 def noticed() -> Iterator[list[str]]:
-    """Yield a list that receives the backend of each call of a function that `torch.compile` compiled."""
+    """Yield a list of the backends of compiled functions that were called.
+
+    `torch.compile` compiled them.
+    """
     dynamo, backends = sys.modules.get(_DYNAMO), []
     if dynamo is None:
         yield backends
@@ -75,7 +78,9 @@ def noticed() -> Iterator[list[str]]:
 
 @contextmanager
 def uncompiled(*, refuse: bool) -> Iterator[None]:
-    """Run compiled functions uncompiled inside the block; a dispatch mode sees no operations of compiled code.
+    """Run compiled functions uncompiled inside the block.
+
+    A dispatch mode sees no operations of compiled code.
 
     Args:
         refuse: Whether to raise at the end of the block if there were any.

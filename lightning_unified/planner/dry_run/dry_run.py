@@ -138,7 +138,7 @@ class DryRun:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise DryRunError(
-                f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
+                f"{name} cannot be run without values ({type(error).__name__}: {reason}); its memory must be measured on the device."
             ) from error
         finally:
             noted.restore()
@@ -183,14 +183,14 @@ class DryRun:
             length=fit.length,
             backend=spec.backend,
             reads=tuple(fit.world.answers.reads),
-            notes=("no weights were written in the step that was followed",) if unwritten else (),
+            notes=("no weights were written in the recorded step",) if unwritten else (),
             options={name: str(value) for name, value in options.items() if value is not None},
             attends=fit.attends,
         )
 
 
 class DryRuns:
-    """Traces one module's step at many sizes, faster than a dry run for each, with equal results.
+    """Trace one module's step at many sizes, faster than one dry run each, with equal results.
 
     All sizes share one combination of memory options.
 
@@ -242,7 +242,7 @@ class DryRuns:
         return trace
 
     def _borrow_twins(self) -> None:
-        """Try the repeated blocks that were found under another attention, if those under this one are not known."""
+        """Try the repeated blocks found under another attention if those of this one are unknown."""
         for (precision, _), other in self._all_twins.items():
             if precision == self._spec.precision and self._twins.runs is None and other.runs:
                 self._twins.borrow(other, list(blocks_of(self._spec.module).values()))

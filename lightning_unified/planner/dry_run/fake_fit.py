@@ -304,6 +304,6 @@ def _vocabularies(module: nn.Module) -> set[int]:
 
 
 def _copies_weights(trainer: Any) -> bool:
-    """Return whether the live strategy copies weights and optimizer state around each optimizer step."""
+    """Return whether the live strategy copies weights and optimizer state around each step."""
     options = getattr(getattr(getattr(trainer, "strategy", None), "policy", None), "options", None)
     return options is not None and options.recover and options.optimizer_rollback

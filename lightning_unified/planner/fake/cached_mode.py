@@ -91,7 +91,7 @@ class CachedFakeMode(FakeTensorMode):
         return recipe
 
     def _inferred(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what torch's mode returns; operations that it refuses get their shapes from `own_kernels`."""
+        """Return the result of torch's mode; `own_kernels` infers shapes that torch refuses."""
         own = OWN_KERNELS.get(func)
         if own is not None:
             return own(*args, **kwargs)
@@ -130,7 +130,7 @@ class CachedFakeMode(FakeTensorMode):
         return key
 
     def _is_plain(self, value: Any) -> bool:
-        """Return whether `value` is a strided fake tensor of this mode, neither constant nor complex.
+        """Return whether `value` is a strided fake tensor of this mode, not constant or complex.
 
         Complex tensors are left out, because conjugates are hidden views.
         """

@@ -23,7 +23,7 @@ __all__ = ["Answers", "set_value", "tensors_among", "value_of"]
 
 _VALUE = "_lightning_unified_value"
 _ENTRIES = 1 << 18  # judgement: larger results are not computed, so that the trace stays fast
-_ENDLESS = 20_000  # judgement: a loop that reads as often waits for a value that never comes
+_ENDLESS = 20_000  # judgement: a loop with as many reads waits for a value that never comes
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -95,10 +95,9 @@ class Answers(TorchDispatchMode):
         if func in READS or (func is aten.index.Tensor and any(map(is_mask, args[1]))):
             return (self._answered if known else self._shaped)(func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, tuple) and _has_twins(result) and not func._schema.is_mutable:
-            result = func(
-                *args, **kwargs
-            )  # torch's cache returns two tensors for one from the second call on: the first call shall agree
+        if isinstance(result, tuple) and _has_duplicates(result) and not func._schema.is_mutable:
+            # from the second call on, torch's cache returns two tensors here; call again, so that the first call agrees
+            result = func(*args, **kwargs)
         if known and _is_small(result) and not _has_no_value(func):
             self._carry(func, args, kwargs, result)
         elif func._schema.is_mutable and any(value is not None for value in values):
@@ -119,7 +118,7 @@ class Answers(TorchDispatchMode):
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the value of `tensor`.
 
-        The result is None if it is unknown or was overwritten by an unknown value.
+        None if it is unknown or was overwritten by an unknown value.
         """
         value = value_of(tensor)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
@@ -168,7 +167,7 @@ class Answers(TorchDispatchMode):
         return fakes[0] if isinstance(real, Tensor) else tuple(fakes)
 
     def _shaped(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return results whose shapes follow from the known part of the arguments, else made-up ones."""
+        """Return results shaped by the known arguments, else by made-up values."""
         shaped = shaped_by_known(func, args, self.known)
         return self._made_up(func, args, kwargs) if shaped is None else shaped
 
@@ -193,7 +192,7 @@ def _is_small(result: Any) -> bool:
     return sum(tensor.numel() for tensor in tensors_among((result,))) <= _ENTRIES
 
 
-def _has_twins(results: tuple[Any, ...]) -> bool:
+def _has_duplicates(results: tuple[Any, ...]) -> bool:
     """Return whether an operation returns one tensor twice."""
     tensors = [id(one) for one in results if isinstance(one, Tensor)]
     return len(set(tensors)) < len(tensors)

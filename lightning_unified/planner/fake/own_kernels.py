@@ -23,7 +23,7 @@ def _grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the product of groups of matrices, in any dtype; torch's fake kernel takes bfloat16 only.
+    """Return the product of groups of matrices in any dtype; torch's kernel takes bfloat16 only.
 
     Groups are parts of the rows of a matrix, parts of the depth of two matrices, or entries of a batch. Rows of the result are
     aligned.
@@ -56,7 +56,7 @@ OWN_KERNELS: Mapping[Any, Callable[..., Any]] = {
 
 
 def run_on_zeros(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the shapes of an operation's results by running it on zeros on the host, as meta tensors.
+    """Return an operation's results as meta tensors, by running it on zeros on the host.
 
     Raises:
         NotImplementedError: If the operation writes its arguments, draws random numbers or takes too many bytes.

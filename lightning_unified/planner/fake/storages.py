@@ -67,7 +67,7 @@ class Storages:
         living = list(self.live.values())
         if order is not None:
             if not alike(self.lives, order):
-                raise ValueError("something else lives now than what lived before")
+                raise ValueError("the live storages differ from those before")
             waiting: dict[Any, deque[Storage]] = {}
             for storage in living:
                 waiting.setdefault(_kind((storage.category, storage.bytes)), deque()).append(storage)

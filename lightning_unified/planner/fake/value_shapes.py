@@ -73,7 +73,7 @@ def _counted(tensor: Tensor, *_: Any, share: int, **__: Any) -> Tensor:
 
 
 def shaped_by_known(func: Any, args: Sequence[Any], known: Known) -> Any:
-    """Return the results of an operation of which the arguments that decide the shapes have known values.
+    """Return the results of an operation whose shapes depend on known values.
 
     Such arguments are the mask that selects entries of an unknown tensor, and the lengths of a loss over sequences.
 

@@ -106,7 +106,7 @@ class DistributedPlanning(StepPlanning):
 
     @override
     def plan_length(self, batch: Any, shape: BatchShape) -> bool:
-        """Return False: ranks differ in the lengths they have seen, so each length is planned by itself."""
+        """Return False: each length gets its own plan, because ranks have seen different lengths."""
         return False
 
     def agree(self, shape: BatchShape | None) -> None:

@@ -113,7 +113,10 @@ class FirstStep:
             self.planning.reason = f"not predicted: {why}; {found}"
 
     def _plan_length(self, batch: Any, shape: BatchShape, *, covered: bool) -> bool:
-        """Plan the micro-batch size for another row length; return False if longer rows need a plan of their own."""
+        """Plan the micro-batch size for another row length; return False if that needs a new plan.
+
+        Longer rows may need one.
+        """
         watch = self._policy.watch
         with activity("planning another row length"):
             planned = not self._generation and self.planning.plan_length(batch, shape)

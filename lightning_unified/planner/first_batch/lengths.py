@@ -19,7 +19,7 @@ _STEPS = 32  # judgement: planned lengths between a power of two and the next; a
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the traces hold for: memory options, and the parameters that get gradients."""
+    """The conditions of the traces: memory options, and the parameters that get gradients."""
 
     recompute: Any
     loss_chunk: Any
@@ -37,7 +37,7 @@ class _Settings:
 
 
 class PlannedLengths:
-    """The micro-batch sizes of a fit by row length, under the memory options that its plan has set.
+    """Micro-batch sizes of a fit by row length, under the memory options of its plan.
 
     Args:
         planner: The planner of the batch that was planned; it keeps the traces.
@@ -61,7 +61,7 @@ class PlannedLengths:
         return _Settings.of(self._policy, self._module) == self._settings
 
     def plan(self, batch: Any, shape: BatchShape, *, limit: int) -> tuple[Prediction | None, bool]:
-        """Return the prediction for the fewest micro-batches that fit within `limit` bytes, and whether it is new.
+        """Return the prediction for the fewest micro-batches within `limit` bytes, and if it is new.
 
         The prediction is None if no size fits, or if rows have no length.
 
@@ -99,6 +99,6 @@ class PlannedLengths:
 
 
 def _rounded_up(length: int) -> int:
-    """Return the next of `_STEPS` lengths between two powers of two, so that few lengths need a search."""
+    """Return the next of `_STEPS` lengths per power of two, so that few lengths need a search."""
     step = max((1 << (length.bit_length() - 1)) // _STEPS, 1)
     return -(-length // step) * step

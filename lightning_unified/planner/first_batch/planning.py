@@ -153,11 +153,13 @@ class StepPlanning:
 
     @property
     def largest_of_lengths(self) -> Prediction | None:
-        """The prediction with the most bytes among the lengths that needed no dry run; None without any."""
+        """The largest prediction among the lengths that needed no dry run; None without any."""
         return None if self._lengths is None else self._lengths.largest
 
     def plan_length(self, batch: Any, shape: BatchShape) -> bool:
-        """Plan the micro-batch size for rows of another length from known traces, with the present options.
+        """Plan the micro-batch size for another row length from known traces.
+
+        The memory options stay.
 
         Returns:
             Whether rows of this length have a size now. Otherwise they need dry runs of their own.

@@ -13,15 +13,13 @@ from lightning_unified.step.split import tensors_in
 
 __all__ = ["StepBudget", "callback_bytes", "held_bytes"]
 
-_NEGLIGIBLE = (
-    2000  # judgement: a step takes less than so many times the bytes of its weights, gradients, state and batch
-)
+_NEGLIGIBLE = 2000  # judgement: upper bound of a step's bytes over those of its weights, gradients, state and batch
 
 
 class StepBudget:
     """Counts the bytes of the budget that a step may take.
 
-    Five owners hold memory beside the step: the process from before the fit, the driver, the module for what it keeps from step to step,
+    Five owners hold memory beside the step: the process from before the fit, the driver, the module for memory that it keeps from step to step,
     an asynchronous save, and the reduction over ranks. The dry run counts the last one as a workspace of the step.
 
     Args:
@@ -29,7 +27,7 @@ class StepBudget:
 
     Attributes:
         foreign_bytes: Bytes of the pool that are held beside the step and that no dry run counts.
-        kept_bytes: Bytes of the budget that are left to the module for what it keeps from step to step.
+        kept_bytes: Bytes of the budget for memory that the module keeps from step to step.
         reduction_bytes: As given.
     """
 
@@ -48,7 +46,7 @@ class StepBudget:
 
     @property
     def beside(self) -> int:
-        """Bytes of the budget that the process, the driver, the module and a save hold beside the step."""
+        """Bytes of the budget outside the step: process, driver, module and saving."""
         return self.foreign_bytes + self._policy.watch.driver_bytes + self.kept_bytes + self.copy_bytes
 
     @property

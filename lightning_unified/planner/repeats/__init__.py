@@ -1,4 +1,4 @@
-"""Repeated blocks of a dry run: a few are traced, and the others' events are copies of theirs."""
+"""Repeated blocks in a dry run: trace a few, and copy their events for the others."""
 
 from lightning_unified.planner.repeats.expansion import UnlikeError
 from lightning_unified.planner.repeats.replay import Replay

@@ -61,7 +61,7 @@ def segments_of(raw: Sequence[Raw]) -> dict[Span, Segment]:
 
 
 class Births:
-    """Where each storage of a recording began: its span, and its place among the storages of that span."""
+    """The origin of each storage of a recording: its span, and its index in that span."""
 
     def __init__(self, segments: Mapping[Span, Segment]) -> None:
         self.of: dict[int, tuple[Span, Any]] = {}
@@ -76,7 +76,7 @@ class Births:
 
 
 def normal(segment: Segment, births: Births, names: Sequence[str]) -> list[Any]:
-    """Return the events of a block without its name and numbers, so that those of its twins are equal.
+    """Return a block's events without its name and numbers, so that those of twins are equal.
 
     Raises:
         UnlikeError: If the block frees a storage that is neither its own nor the result of a block beside it.
@@ -222,7 +222,7 @@ class _Copies:
 
     @staticmethod
     def _keep_category(first: Storage | None, second: Storage | None) -> None:
-        """Give a result the category of its twin: the skipped block that follows saved nothing for backward."""
+        """Give a result its twin's category: the skipped next block saved nothing for backward."""
         if first is not None and second is not None:
             second.category = second.category or first.category
 

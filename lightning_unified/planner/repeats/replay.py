@@ -1,4 +1,4 @@
-"""Skip the repeated blocks of a dry run: a call returns a tensor like its twin's, and marks its place."""
+"""Skip a dry run's repeated blocks: a call returns a tensor like its twin's, and is marked."""
 
 import weakref
 from collections import Counter
@@ -28,7 +28,7 @@ _PLAIN = (int, float, bool, str, torch.dtype, type(None))
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The call of a block: the one tensor that needs a gradient, and what identifies a call like it.
+    """The call of a block: the one tensor that needs a gradient, and the key of equal calls.
 
     Attributes:
         given: The tensor.
@@ -246,7 +246,7 @@ class Replay:
 
 
 def _touch(recorder: Recorder, block: nn.Module, names: Sequence[str]) -> None:
-    """Let the storages of a block's weights begin to live in the order in which its forward pass uses them."""
+    """Begin the life of a block's weights in the order of its forward pass."""
     weights = dict((*block.named_parameters(), *block.named_buffers()))
     for name in names:
         recorder.storages.enter(weights[name], recorder.phase)

@@ -1,4 +1,4 @@
-"""Find the twins among a module's blocks: equal structure, and equal events in a step that runs them all."""
+"""Find the twins among a module's blocks: equal structure, and equal events in a whole step."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ _HOOKS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Consecutive blocks that run alike, but perhaps for the first and the last.
+    """Consecutive blocks that run alike; the first and the last may differ.
 
     Attributes:
         first, end: The first block, and the one after the last.
@@ -62,7 +62,7 @@ class Run:
 
 
 class Twins:
-    """The runs of equal blocks of one module at one precision, learnt once and used by each of its fake copies.
+    """The runs of equal blocks of a module at one precision, found once for all its fake copies.
 
     Attributes:
         runs: The runs; None before a step was learnt from.
@@ -73,7 +73,9 @@ class Twins:
         self._is_borrowed = self._has_failed = False
 
     def borrow(self, other: "Twins", blocks: Sequence[nn.Module]) -> None:
-        """Try the runs that were found under another attention, unless they failed before or the runs are known.
+        """Try the runs that were found under another attention.
+
+        Nothing is tried if the runs of this one are known, or have failed before.
 
         Attention sees the layout of its tensors, which are equal in all blocks of a run, and plain settings such as a window. Blocks with other
         settings are no twins here, although they may have been so under the other attention.
@@ -90,7 +92,7 @@ class Twins:
         self.runs[self.runs.index(run)] = replace(run, works=works)
 
     def borrowed(self) -> "Twins":
-        """Return the same runs for a step on another batch, which finds its own where its blocks run otherwise."""
+        """Return the same runs for a step on another batch, which replaces those that do not hold."""
         twins = Twins()
         twins.runs = None if self.runs is None else list(self.runs)
         twins._is_borrowed = bool(self.runs)
@@ -147,7 +149,10 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def state_of(block: nn.Module) -> list[Any]:
-    """Return the state that a block's call may change: attributes, buffers and Python's random state."""
+    """Return the state that a block's call may change.
+
+    It consists of attributes, buffers and Python's random state.
+    """
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
     found: list[Any] = [hash(random.getstate()), kind, keys.tobytes(), *rest]  # pyright: ignore[reportAttributeAccessIssue]
     for child in block.modules():
@@ -159,7 +164,7 @@ def state_of(block: nn.Module) -> list[Any]:
 
 
 def _run(first: int, end: int, segments: Mapping[Span, Segment], births: Births, names: Sequence[str]) -> Run | None:
-    """Return the run from `first` to `end`; None if blocks between its ends differ, or read values."""
+    """Return the run from `first` to `end`; None if inner blocks differ or read values."""
     forward, backward = (
         [segments.get((direction, 0, block)) for block in range(first + 1, end - 1)]
         for direction in ("forward", "backward")
@@ -200,7 +205,7 @@ def _touched(
 
 
 def _alike(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
-    """Return the first block and the end of each run of one structure that is long enough to skip some."""
+    """Return start and end of each run of equal structure that is long enough to skip blocks."""
     kinds = [_structure(block) for block in blocks]
     found, first = [], 0
     for at in range(1, len(kinds) + 1):

@@ -149,11 +149,11 @@ class EncoderCheck:
                 return off
             if self._difference(whole, self._result(call, call.function(_own(few))))[0] > self._limit:
                 return None
-        cut = ", ".join(path for path, is_split in call.roles.items() if is_split)
+        split = ", ".join(path for path, is_split in call.roles.items() if is_split)
         counts = ", ".join(map(str, sizes))
         raise NotRowWiseError(
             f"{where} of {sum(sizes)} rows whole and in chunks of {counts} rows differ by {off:.1e}, relative to their size, and at "
-            f"most {self._limit:.0e} is rounding (arguments split by rows: {cut})"
+            f"most {self._limit:.0e} is rounding (arguments split by rows: {split})"
         )
 
     def _result(self, call: EncoderCall, output: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

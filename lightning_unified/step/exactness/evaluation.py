@@ -117,23 +117,23 @@ class EvaluationCheck:
         """The names that the step logs."""
         return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
 
-    def guesses(self, returned: Sequence[Any], parts: MicroBatchWeights) -> dict[str, Sequence[Any]]:
+    def guesses(self, returned: Sequence[Any], weights: MicroBatchWeights) -> dict[str, Sequence[Any]]:
         """Return the predictions whose merge is not certain, by path.
 
         Args:
             returned: The output of the step for each micro-batch.
-            parts: The weights of the micro-batches.
+            weights: The weights of the micro-batches.
         """
         table = self.tables.outputs
         return {
             path: values
             for path, values in all_values(table, returned)
-            if path not in table.given and not _is_certain(table.all_rules(path), values, parts)
+            if path not in table.given and not _is_certain(table.all_rules(path), values, weights)
         }
 
-    def refuse_guesses(self, returned: Sequence[Any], parts: MicroBatchWeights) -> None:
+    def refuse_guesses(self, returned: Sequence[Any], weights: MicroBatchWeights) -> None:
         """Raise `SplitError` if `guesses` finds any."""
-        for path, values in self.guesses(returned, parts).items():
+        for path, values in self.guesses(returned, weights).items():
             name = type(self._module).__name__
             where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
             rule = "equal" if all(same(value, values[0]) for value in values[1:]) else "concatenate"
@@ -162,11 +162,11 @@ class EvaluationCheck:
             except Exception as error:  # the user's function, declared for training batches, may fail on these
                 log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
                 continue
-            parts, tables = MicroBatchWeights(sizes, terms), Tables.of(self._rules.merge)
-            learn_results(tables, trial.whole, trial.runs, parts, tolerance=tolerance)
+            weights, tables = MicroBatchWeights(sizes, terms), Tables.of(self._rules.merge)
+            learn_results(tables, trial.whole, trial.runs, weights, tolerance=tolerance)
             lacking = len(tables.unmergeable)
             if best is None or lacking < best[0]:
-                best = (lacking, rule, parts)
+                best = (lacking, rule, weights)
             if not lacking:
                 break
         assert best is not None, "rows can always be counted"
@@ -183,7 +183,7 @@ class EvaluationCheck:
         return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
 
 
-def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: MicroBatchWeights) -> bool:
+def _is_certain(rules: frozenset[str], values: Sequence[Any], weights: MicroBatchWeights) -> bool:
     """Return whether the merge of `values` is certain.
 
     It is certain if a concatenation or `equal` fits, and every other fitting rule gives the same result here. For instance, both `equal`
@@ -195,7 +195,7 @@ def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: MicroBatchW
     if not concatenations and "equal" not in rules:
         return False
     try:
-        first, *others = [merged(rule, values, parts) for rule in sorted(rules, key=lambda rule: rule != "equal")]
+        first, *others = [merged(rule, values, weights) for rule in sorted(rules, key=lambda rule: rule != "equal")]
     except SplitError:
         return False
     return all(same(other, first, tolerance=_ROUNDING) for other in others)

@@ -102,8 +102,8 @@ class GradientSample:
         """Return the entries of several groups in the order of the parameters."""
         device, values = _device_of(groups), {}
         for group in groups:
-            parts = group.entries.to(device).double().split([self.lengths[index] for index in group.indices])
-            values.update(zip(group.indices, parts, strict=True))
+            entries = group.entries.to(device).double().split([self.lengths[index] for index in group.indices])
+            values.update(zip(group.indices, entries, strict=True))
         return torch.cat([values[index] for index in range(self.count)]) if values else torch.zeros(0).double()
 
     @property
@@ -185,27 +185,27 @@ def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> Gra
 
 
 def disagreement(
-    whole: GradientSample, parts: Sequence[tuple[GradientSample, float]], tolerance: Tolerance
+    whole: GradientSample, micro_batches: Sequence[tuple[GradientSample, float]], tolerance: Tolerance
 ) -> Disagreement:
-    """Return the largest difference between the weighted sum of `parts` and the whole gradient.
+    """Return the largest difference between the micro-batches' weighted sum and the whole gradient.
 
     Args:
         whole: The gradient over all rows.
-        parts: The micro-batches' gradients, each with its weight.
+        micro_batches: The micro-batches' gradients, each with its weight.
         tolerance: The tolerance for the formats of the runs.
     """
     if not whole.count:
         return Disagreement(0.0, 0.0, 0)
     if any(
-        len(part.values) != len(whole.values) for part, _ in parts
+        len(one.values) != len(whole.values) for one, _ in micro_batches
     ):  # the step trains other parameters for fewer rows
         return Disagreement(math.inf, math.inf, 0)
     # Few kernels run on the device: each that training does not use takes a GPU 10 to 50 ms to load.
     difference = whole.values.clone()
-    for part, weight in parts:
-        difference.sub_(part.values, alpha=weight)
+    for one, weight in micro_batches:
+        difference.sub_(one.values, alpha=weight)
     off = whole.sizes_from(whole.squares_of(difference))
-    weighted = (part.squares * weight**2 for part, weight in parts)
+    weighted = (one.squares * weight**2 for one, weight in micro_batches)
     largest = whole.sizes_from(torch.stack([whole.squares, *weighted]).amax(0))
     of_all = (whole.squares.sum() / max(len(whole.values), 1)).sqrt()
     allowed = tolerance.relative * (largest + tolerance.of_all * of_all)

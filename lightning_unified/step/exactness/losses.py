@@ -45,12 +45,12 @@ class Terms:
     left_out: int | None = None
     is_shifted: bool = False
 
-    def __call__(self, part: Any) -> Any:
+    def __call__(self, micro_batch: Any) -> Any:
         """Return the number of terms; 0 if the micro-batch lacks the field.
 
         Rows are the weights if no micro-batch has a term.
         """
-        leaf = leaf_at(part, self.path)
+        leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0
         leaf = leaf[:, 1:] if self.is_shifted else leaf
@@ -179,11 +179,13 @@ def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
         raise SplitError(f"{rule.name} gave {list(counted)}: it must give the number of loss terms, 0 or more.")
 
 
-def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+def shares(rule: LossRule, micro_batches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Return the factor of each micro-batch's loss; rows decide if no micro-batch has a term."""
     if rule.adds:
-        return [1.0] * len(parts)
-    counted = [float(size) for size in sizes] if rule.count is None else [float(rule.count(part)) for part in parts]
+        return [1.0] * len(micro_batches)
+    counted = (
+        [float(size) for size in sizes] if rule.count is None else [float(rule.count(one)) for one in micro_batches]
+    )
     if not sum(counted):
         counted = [float(size) for size in sizes]
     return [count / sum(counted) for count in counted]
@@ -214,17 +216,17 @@ class Weighting:
         if rule.count is not None and not rule.adds:
             counted = _on_host([rule.count(batch) for batch in batches])
         require_counts(rule, counted)
-        weights = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
-        self.parts = MicroBatchWeights(list(rows), weights)
+        terms = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
+        self.weights = MicroBatchWeights(list(rows), terms)
 
     @property
     def terms(self) -> float:
         """The number of loss terms of the whole batch; its rows if terms are not counted."""
-        return sum(self.parts.terms)
+        return sum(self.weights.terms)
 
     def share(self, index: int) -> float | None:
         """Return a micro-batch's share of the batch, 0 to 1; None if losses add up without weights."""
-        return None if self._adds else self.parts.terms[index] / sum(self.parts.terms)
+        return None if self._adds else self.weights.terms[index] / sum(self.weights.terms)
 
     def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Return the whole batch's loss: the weighted sum of losses; None without losses.
@@ -233,7 +235,7 @@ class Weighting:
             SplitError: If some micro-batches with loss terms gave no loss.
         """
         given = [(loss, self.share(index)) for index, loss in enumerate(losses) if loss is not None]
-        if given and len(given) != sum(1 for weight in self.parts.terms if weight):
+        if given and len(given) != sum(1 for weight in self.weights.terms if weight):
             raise SplitError(
                 "training_step returned None for some micro-batches of a batch and a loss for others, so the batch was not split exactly; "
                 'let it return a loss for every micro-batch, or leave micro_batch_size="auto" and raise the budget so that batches run whole.'

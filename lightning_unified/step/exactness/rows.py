@@ -19,10 +19,9 @@ _IGNORED = -100
 def splits_of(units: int) -> list[list[int]]:
     """Return two splits of `units` units into three unequal micro-batches.
 
-    Two or three units give fewer splits or micro-batches. One unit gives none.
-
-    A single split into two equal micro-batches accepts class weights by coincidence in 6 of 158 batches; three micro-batches do so in
-    none. Two splits distinguish a mean weighted by rows from sums and constants.
+    Two or three units give fewer splits or micro-batches. One unit gives none. A single split into two equal micro-batches accepts
+    class weights by coincidence in 6 of 158 batches; three micro-batches do so in none. Two splits distinguish a mean weighted by
+    rows from sums and constants.
     """
     if units < 2:
         return []
@@ -92,9 +91,8 @@ def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
 def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int) -> "NDArray[np.float64]":
     """Return a score for each start: the diversity of the `size` rows from there.
 
-    The score is a sum over the distinct values of these rows.
-
-    A value adds 1 plus the reciprocal of its count in the column, so a rare value adds up to 2.
+    The score is a sum over the distinct values of these rows. A value adds 1 plus the reciprocal of its count in the
+    column, so a rare value adds up to 2.
     """
     _, codes, counts = np.unique(column, return_inverse=True, return_counts=True)
     order = np.argsort(codes, kind="stable")

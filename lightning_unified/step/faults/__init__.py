@@ -8,7 +8,7 @@ memory held before. MLX raises in the same place (mlx issue 3267). **Nothing in 
 |---|---|
 | canary | marks that a step counts on the device, in the same stream as its work |
 | standard_error | the runtime's own message, written to file descriptor 2 |
-| watch | both together: what was lost since the last look |
+| watch | both together: the work lost since the last look |
 """
 
 from lightning_unified.step.faults.watch import FaultWatch

@@ -26,7 +26,7 @@ class Canary:
     opposite fault, in which the marks survive and other work is lost, needs a buffer that fits between two marks. Only the runtime's
     message shows such a fault.
 
-    A value that depends on the results would not show more. Lost kernels leave in their outputs what the memory held before, which
+    A value that depends on the results would not show more. Lost kernels leave the earlier content of the memory in their outputs, which
     is most often finite and plausible; and a loss that is not finite may be the module's own.
 
     The count is never reset, because the reset could be lost with the marks.
@@ -67,7 +67,10 @@ class Canary:
         self._expected += 1
 
     def missing(self) -> int:
-        """Return how many marks the device has lost, or another number for a garbage count; waits for the device."""
+        """Return the number of marks that the device has lost; wait for the device.
+
+        A garbage count gives another number than 0.
+        """
         return self._expected - int(self._count.item())
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class Canary:
 
 
 class _Mark:
-    """A hook that makes a mark; in a copy of the module, and in another process, it does nothing."""
+    """A hook that makes a mark; copies of the module and other processes make none."""
 
     def __init__(self, mark: Callable[[], None] | None = None) -> None:
         self._mark = mark

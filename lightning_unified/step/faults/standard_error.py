@@ -1,4 +1,4 @@
-"""Watch file descriptor 2 for the messages of Metal about command buffers, and pass everything on."""
+"""Watch file descriptor 2 for Metal's messages on command buffers, and pass everything on."""
 
 import io
 import os
@@ -19,7 +19,7 @@ _FAULT = re.compile(
     rb"|kIOGPUCommandBufferCallbackError\w+"
 )
 _CAUSE = re.compile(rb"[^\s(][^\n(]*\([0-9a-f]{8}:[^)\n]+\)")
-_LONGEST = 200  # bytes of a message that two reads may cut in two
+_LONGEST = 200  # bytes of a message that may arrive in two reads
 _DRAINED_S = 2.0
 
 # The forwarder: copies a file as it grows, until its standard input has something to read or is closed. It is a process of its
@@ -36,7 +36,7 @@ while not ended:
 
 
 def fault_in(text: bytes) -> str | None:
-    """Return what Metal says about an aborted command buffer, in one line; None if it says nothing about one."""
+    """Return Metal's message on an aborted command buffer as one line; None without one."""
     found = _FAULT.search(text)
     if found is None:
         return None
@@ -45,14 +45,14 @@ def fault_in(text: bytes) -> str | None:
 
 
 class StandardError:
-    """The messages that libraries write to file descriptor 2, read without delay and passed on unchanged.
+    """The messages of libraries on file descriptor 2, read at once and passed on unchanged.
 
     Until `close`, the descriptor is a file without a name. A small process copies the file to where the descriptor pointed, within
     some hundredths of a second. A write to a file never blocks and is there for a reader at once, which a pipe cannot offer. Python's
     own standard error goes past the file, so that progress bars and prompts find their terminal; a stream that replaced it
     (pytest's capture, a notebook's) is left alone.
 
-    Programs that the run starts inherit the file. What one of them writes after `close` is lost.
+    Programs that the run starts inherit the file. Their output after `close` is lost.
 
     Raises:
         OSError: If standard error is closed, or the file or the process cannot be made.
@@ -71,7 +71,7 @@ class StandardError:
         os.dup2(self._file.fileno(), 2)
 
     def news(self) -> str | None:
-        """Return what Metal has written about an aborted command buffer since the last call; None if nothing."""
+        """Return Metal's message on an aborted command buffer since the last call; None without one."""
         text = self._rest + b"".join(self._unread())
         said = fault_in(text)
         self._rest = b"" if said is not None else text[-_LONGEST:]
@@ -80,7 +80,7 @@ class StandardError:
         return said
 
     def close(self) -> None:
-        """Point the descriptor back, unless something else has replaced it meanwhile, and pass the rest on."""
+        """Restore the descriptor unless it was replaced since, and pass the rest on."""
         if self._file.closed:
             return
         if os.path.sameopenfile(2, self._file.fileno()):

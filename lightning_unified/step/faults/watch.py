@@ -1,4 +1,4 @@
-"""What the GPU lost since the last look: missing marks of the canary, and the runtime's message."""
+"""Work that the GPU lost: missing marks of the canary, and messages of the runtime."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -52,27 +52,27 @@ class FaultWatch:
         self._noted: tuple[str, bool] | None = None
 
     def wait(self) -> None:
-        """Wait until the device has run all work so far, so that the next work gets a command buffer of its own."""
+        """Wait for all work on the device, so that the next work gets its own command buffer."""
         self._wait()
 
     def note(self) -> None:
-        """Wait for the device, and remember for `found` what it lost since the last look."""
+        """Wait for the device, and record for `found` the work that it lost since the last look."""
         found, is_missing = self.look()
         if found is not None and self._noted is None:
             self._noted = found, is_missing
 
     def take_noted(self) -> tuple[str | None, bool]:
-        """Return what `note` remembered, as `look` returns it, and forget it."""
+        """Return the fault that `note` recorded, as `look` returns it, and forget it."""
         noted, self._noted = self._noted, None
         return noted or (None, False)
 
     def found(self) -> tuple[str | None, bool]:
-        """Return what `note` remembered, and forget it; if that is nothing, return what `look` returns."""
+        """Return and forget the fault that `note` recorded; without one, return that of `look`."""
         noted = self.take_noted()
         return self.look() if noted[0] is None else noted
 
     def look(self) -> tuple[str | None, bool]:
-        """Wait for the device, and return what it lost since the last look.
+        """Wait for the device, and return the work that it lost since the last look.
 
         One more mark goes ahead, into the command buffer that is still open.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from lightning_unified.errors import ConfigurationError, SplitError
@@ -51,7 +52,16 @@ class CheckedSplitter:
         self._encoders = encoders_of(trainer, policy, "fit")
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._fits = fits
+        self._moves_by_hook = _moves_by_hook(trainer)
         self.check = self._new_check()
+
+    def batch_moved(self, host: Any, moved: Any) -> None:
+        """Let the check read a batch on the host, before its transfer to the device.
+
+        It does not if a user's hook may change the batch on the way.
+        """
+        if not self._moves_by_hook:
+            self.check.host_figures.note(host, moved)
 
     def forget_check(self) -> None:
         """Drop all findings of the exactness check, where a check may have compared garbage."""
@@ -153,3 +163,10 @@ class CheckedSplitter:
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
         rule = replace(self._policy.splits.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
+
+
+def _moves_by_hook(trainer: L.Trainer) -> bool:
+    """Return whether module or data module has its own hook around the transfer of a batch."""
+    owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    return any(is_overridden(hook, owner) for hook in hooks for owner in owners)

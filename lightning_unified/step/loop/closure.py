@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.undo.kinds import is_ours
 
-__all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "overrides"]
+__all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "order_of_zeroing", "overrides"]
 
 
 class ClosureHooks(Protocol):
@@ -28,10 +28,8 @@ class ClosureHooks(Protocol):
     _skip_backward: bool
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> "ZeroGrad | None":
-        """Return the object that zeroes gradients in a batch of so many micro-batches.
-
-        None if the batch does not open an accumulation window.
-        """
+        """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
+        ...
 
     def has_terms(self) -> bool:
         """Return whether the batch has a loss term, and so a gradient."""
@@ -148,6 +146,23 @@ class LateZeroGrad(ZeroGrad):
     def _put(self, gradients: Iterable[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def order_of_zeroing(
+    zero_grad: Callable[[], None] | None, trainer: L.Trainer, *, micro_batches: int
+) -> ZeroGrad | None:
+    """Return the object that zeroes gradients at the right micro-batch.
+
+    Args:
+        zero_grad: Lightning's function; None if the batch does not open an accumulation window.
+        trainer: Its module and callbacks may have the hook `on_before_zero_grad`.
+        micro_batches: The number of micro-batches of the batch.
+    """
+    if zero_grad is None:
+        return None
+    if micro_batches > 1 and overrides(trainer, "on_before_zero_grad"):
+        return LateZeroGrad(zero_grad, trainer.lightning_module.parameters())
+    return ZeroGrad(zero_grad)
 
 
 def overrides(trainer: L.Trainer, hook: str) -> bool:

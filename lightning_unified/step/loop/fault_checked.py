@@ -1,4 +1,6 @@
-"""The optimization loop on Metal: each step is checked for silent GPU faults. Not run on hardware.
+"""The optimization loop on Metal, which checks each step for silent GPU faults.
+
+Not run on hardware.
 
 When the canary and the runtime's messages are read (`step.faults`), and why then:
 
@@ -164,7 +166,7 @@ class FaultCheckedOptimization(UnifiedOptimization):
             if self._found is None:
                 return prepared
             batch = snapshot.undo()
-            self._make_way(self._found, shape=None, attempt=0, batch=None)
+            self._change_for_next_attempt(self._found, shape=None, attempt=0, batch=None)
 
     @override
     def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
@@ -175,10 +177,12 @@ class FaultCheckedOptimization(UnifiedOptimization):
             if self._found is None:
                 return
             self._forget_since(verdict)
-            self._make_way(self._found, shape=shape, attempt=0, batch=None)
+            self._change_for_next_attempt(self._found, shape=shape, attempt=0, batch=None)
 
     def _called(self, call: Callable[[], T], *, reads: bool = True) -> tuple[T | None, str | None]:
-        """Return the result of what comes before the attempts at a batch, and what the GPU lost of it, in words.
+        """Return the result of work before a batch's attempts, and the fault if the GPU lost some.
+
+        The fault is a text.
 
         Without `reads`, the result depends on the device only by trial runs, which note what was lost.
         """
@@ -229,10 +233,10 @@ class FaultCheckedOptimization(UnifiedOptimization):
             self._batches.forget_check()
 
     @override
-    def _make_way(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
+    def _change_for_next_attempt(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
         found, self._found = self._found, None
         if found is None:
-            super()._make_way(reason, shape=shape, attempt=attempt, batch=batch)
+            super()._change_for_next_attempt(reason, shape=shape, attempt=attempt, batch=batch)
             return
         self._repeated += 1
         if self._repeated > _REPETITIONS:

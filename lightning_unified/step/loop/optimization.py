@@ -21,7 +21,6 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,7 +29,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.device_gradients import DeviceGradientCheck
 from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter
-from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
+from lightning_unified.step.loop.closure import MicroBatchClosure, ZeroGrad, order_of_zeroing
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_batch import WholeBatch
 from lightning_unified.step.loop.window import WindowTerms
@@ -73,7 +72,6 @@ class UnifiedOptimization(_AutomaticOptimization):
         )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
-        self._moves_by_hook = _moves_by_hook(trainer)
         self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
 
@@ -100,9 +98,8 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._window.load_state_dict(state_dict.get("window") or [])
 
     def batch_moved(self, host: Any, moved: Any) -> None:
-        """Look at a batch on the host, unless a hook of the user may have changed it on the way to the device."""
-        if not self._moves_by_hook:
-            self._batches.check.host_figures.note(host, moved)
+        """Let the exactness check read a batch on the host, before its transfer to the device."""
+        self._batches.batch_moved(host, moved)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
@@ -126,7 +123,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return outputs
 
     def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
-        """Plan for the batch if its kind is new, and count the loss terms that it adds to its window."""
+        """Plan for a new kind of batch, and count the loss terms that the batch adds to its window."""
         if self._planner is not None:
             self._planner.look(next(iter(kwargs.values())), shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
@@ -165,7 +162,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             failures += 1
             kwargs[key] = attempt.undo()
             del attempt
-            self._make_way(reason, shape=shape, attempt=failures, batch=kwargs[key])
+            self._change_for_next_attempt(reason, shape=shape, attempt=failures, batch=kwargs[key])
         self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
@@ -174,8 +171,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the outputs and None, or None and the reason why the batch must be repeated."""
         return caught(run)
 
-    def _make_way(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
-        """Change what the next attempt needs, after failure number `attempt` of this batch."""
+    def _change_for_next_attempt(self, reason: str, *, shape: BatchShape | None, attempt: int, batch: Any) -> None:
+        """Change the policy for the next attempt, after failure number `attempt` of this batch."""
         self._policy.out_of_memory(phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self, batch: Any) -> StepSnapshot:
@@ -211,16 +208,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         return scaled
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> ZeroGrad | None:
-        """Return the object that zeroes gradients in a batch of so many micro-batches.
-
-        None if the batch does not open an accumulation window.
-        """
-        if zero_grad is None:
-            return None
-        if micro_batches > 1 and overrides(self.trainer, "on_before_zero_grad"):
-            zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
-        else:
-            zeroing = ZeroGrad(zero_grad)
+        """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
+        zeroing = order_of_zeroing(zero_grad, self.trainer, micro_batches=micro_batches)
         if self._attempt is not None:
             self._attempt.zeroing = zeroing
         return zeroing
@@ -266,13 +255,6 @@ def _without_gradients(trainer: L.Trainer, prepare: Callable[[Any], Any], batch:
 
 def _unknown(_rows: int) -> None:
     """Return None: without a planner, it is not predicted how many rows fit."""
-
-
-def _moves_by_hook(trainer: L.Trainer) -> bool:
-    """Return whether the module or the data module has its own hook around the transfer of a batch."""
-    owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
-    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    return any(is_overridden(hook, owner) for hook in hooks for owner in owners)
 
 
 def draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:

@@ -99,7 +99,7 @@ class SplitResults:
             )
 
     @contextmanager
-    def part(self, index: int) -> Iterator[None]:
+    def micro_batch(self, index: int) -> Iterator[None]:
         """Record the logs and metric updates of micro-batch `index` inside the block."""
         self._logs.next_micro_batch(index)
         if self._written is not None:
@@ -112,63 +112,69 @@ class SplitResults:
         if self._written is not None:
             self._written.end_micro_batch()
 
-    def settle(self, parts: MicroBatchWeights) -> None:
+    def settle(self, weights: MicroBatchWeights) -> None:
         """Write the merged state, metrics and logs once; later calls do nothing."""
         if self._is_settled:
             return
         self._is_settled = True
         if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
             self._learn(self._tables.logs, new)
-        self._metrics.finish(parts)
+        self._metrics.finish(weights)
         if self._written is not None:
-            self._written.finish(parts)
-        self._flush(parts, by_steps=True)
+            self._written.finish(weights)
+        self._flush(weights, by_steps=True)
 
-    def _flush(self, parts: MicroBatchWeights, *, by_steps: bool) -> None:
+    def _flush(self, weights: MicroBatchWeights, *, by_steps: bool) -> None:
         if self._results is not None:
-            self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts), by_steps=by_steps)
+            self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, weights), by_steps=by_steps)
 
     def recording(self) -> AbstractContextManager[None]:
         """Hold back the values that are logged inside the block."""
         return self._logs.recording(self._results)
 
-    def finish(self, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
+    def finish(self, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
         """Return the whole batch's output, write its logs, and merge metrics."""
         tables = self._tables
         if new := unknown_paths(tables.outputs, values):
             self._learn(tables.outputs, new)
-        self.settle(parts)
-        self._flush(parts, by_steps=False)
+        self.settle(weights)
+        self._flush(weights, by_steps=False)
 
         def by_shape(_path: str, values: Sequence[Any]) -> Any:
-            return merge(values, sizes=parts.rows, average=partial(merged, "mean", weights=parts))
+            return merge(values, sizes=weights.rows, average=partial(merged, "mean", weights=weights))
 
-        return merge_tree(tables.outputs, values, parts, fallback=by_shape)
+        return merge_tree(tables.outputs, values, weights, fallback=by_shape)
 
     def _is_new(self, key: LogKey, call: Logged) -> bool:
         """Return whether the step itself logged a value that no check has seen."""
         is_value = isinstance(call.values[0], Tensor)
         return is_value and key[0].endswith("_step") and not self._tables.logs.knows(path_of_log(key))
 
-    def _whole_log(self, key: LogKey, call: Logged, parts: MicroBatchWeights) -> tuple[Any, Any]:
+    def _whole_log(self, key: LogKey, call: Logged, weights: MicroBatchWeights) -> tuple[Any, Any]:
         """Return a logged value of the whole batch, and its `batch_size`."""
         path, tables = path_of_log(key), self._tables
         if isinstance(call.values[0], Metric):
             return call.values[-1], call.batch_sizes[-1]
         sized = all(size is not None for size in call.batch_sizes)
-        weights = MicroBatchWeights(
-            [parts.rows[index] for index in call.micro_batches], [parts.terms[index] for index in call.micro_batches]
+        own = MicroBatchWeights(
+            [weights.rows[index] for index in call.micro_batches],
+            [weights.terms[index] for index in call.micro_batches],
         )
         batch_size = None
         if sized:
             rule = tables.logs.rule(f"batch_size of {path}")
             batch_size = call.batch_sizes[0] if rule == "equal" else sum(call.batch_sizes)
         values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in call.values]
-        by_size = MicroBatchWeights(weights.rows, [float(size) for size in call.batch_sizes]) if sized else None
-        return self._value(path, values, weights, by_size, call), batch_size
+        by_size = MicroBatchWeights(own.rows, [float(size) for size in call.batch_sizes]) if sized else None
+        return self._value(path, values, own, by_size, call), batch_size
 
     def _value(
-        self, path: str, values: list[Tensor], parts: MicroBatchWeights, by_size: MicroBatchWeights | None, call: Logged
+        self,
+        path: str,
+        values: list[Tensor],
+        weights: MicroBatchWeights,
+        by_size: MicroBatchWeights | None,
+        call: Logged,
     ) -> Any:
         tables = self._tables
         rule = tables.logs.rule(path)
@@ -176,10 +182,10 @@ class SplitResults:
             if by_size is not None and rule != "equal" and tables.sized_logs.rule(path) == "mean":
                 return merged("mean", values, by_size)
             if rule is not None:
-                return merged(rule, values, parts)
+                return merged(rule, values, weights)
         except SplitError:
             tables.logs.reject(path)
-        return _as_reduced(call, values, by_size or parts)
+        return _as_reduced(call, values, by_size or weights)
 
 
 class SplitBatch:
@@ -222,7 +228,7 @@ class SplitBatch:
         Raises:
             SplitError: If the step changes gradients of earlier batches.
         """
-        with self._merging.part(index), self._gradients_aside(index, in_window=in_window):
+        with self._merging.micro_batch(index), self._gradients_aside(index, in_window=in_window):
             output = self._steps[index]()
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
@@ -261,7 +267,7 @@ class SplitBatch:
 
     def settle(self) -> None:
         """Write the merged state, before the hooks that follow the step."""
-        self._merging.settle(self._weighting.parts)
+        self._merging.settle(self._weighting.weights)
 
     def share(self, index: int) -> float | None:
         """Return the factor of the micro-batch's loss; None if the loss is already its share."""
@@ -269,7 +275,7 @@ class SplitBatch:
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
         """Return the whole batch's result, and write the logs that were held back."""
-        extra = self._merging.finish([output.extra for output in outputs], self._weighting.parts)
+        extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights)
         return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
 
 
@@ -283,9 +289,9 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
     return before._version == version and (before is now or torch.equal(before, now))
 
 
-def _as_reduced(call: Logged, values: list[Tensor], parts: MicroBatchWeights) -> Any:
+def _as_reduced(call: Logged, values: list[Tensor], weights: MicroBatchWeights) -> Any:
     """Merge a logged value without a rule as its `reduce_fx` reduces steps."""
     reduce_fx = call.options.get("reduce_fx", "mean")
     how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     rule = {"sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}.get(how, "mean")
-    return merged(rule, values, parts)
+    return merged(rule, values, weights)

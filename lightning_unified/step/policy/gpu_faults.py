@@ -11,16 +11,16 @@ log = logging.getLogger("lightning_unified")
 
 
 def shorten_command_buffers(policy: MemoryPolicy, shape: BatchShape | None, *, phase: str, found: str) -> None:
-    """Halve the micro-batches of a batch of which the GPU lost work, if possible, and report the repetition.
+    """Halve the micro-batches of a batch that the GPU lost work of, and report the repetition.
 
-    The size that failed is tried again after batches without trouble, as one that ran out of memory. It returns at once if the batch
-    turns out not to split exactly.
+    They are not halved below one unit. The size that failed is tried again after batches without trouble, like a size that ran out of
+    memory. It returns at once if the batch turns out not to split exactly.
 
     Args:
         policy: The policy of the run.
         shape: The shape of the batch; None if it cannot be split.
         phase: `"optimizer step"` if weights were written and copied back; anything else is forward and backward.
-        found: What was lost, in words.
+        found: The lost work, in words.
     """
     policy.watch.release()
     sizes, sizing = policy.sizes, policy.sizing

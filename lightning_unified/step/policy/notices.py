@@ -51,8 +51,8 @@ class Notices:
         """
         logged = ", ".join(repr(name) for name in sorted(names))
         self.say(
-            f"random draws of {phase}_step are made for each micro-batch, not for the whole batch: what it returns"
-            f"{f' and logs ({logged})' if logged else ''} differs as with another seed."
+            f"random draws of {phase}_step are made for each micro-batch, not for the whole batch: its results"
+            f"{f' and logs ({logged})' if logged else ''} differ as with another seed."
         )
 
     def say_per_micro_batch(self, happens: str, instead: str) -> None:

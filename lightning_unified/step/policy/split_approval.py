@@ -80,7 +80,7 @@ class SplitApproval:
         return bool(self.obstacle(rows))
 
     def obstacle(self, rows: int) -> str:
-        """Return why a batch of `rows` rows cannot be split exactly, empty if nothing is known against it."""
+        """Return why a batch of `rows` rows has no exact split; empty if no reason is known."""
         try:
             self.require(rows, micro_batch_size=rows)
         except SplitError as error:

@@ -123,7 +123,7 @@ class Ranks:
         record = _RECORD.pack(point, outcome, digest, terms) + absent.to_bytes(self._mask_bytes, "little")
         self._table.zero_()
         self._table[self.rank] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        with self._losses_named():
+        with self.losses_named():
             dist.all_reduce(self._table, group=self._group)
             words = [self._word(rank) for rank in range(self.size)]
             if any(word.outcome is not Outcome.WELL for word in words):
@@ -132,27 +132,31 @@ class Ranks:
             self._raise_if_over(words)
         return words
 
+    def most(self, value: int) -> int:
+        """Return the largest `value` of all ranks, each from 0 to 2**32 - 1; all ranks call it together."""
+        return max(word.digest for word in self.meet(Point.DECISION, digest=value))
+
     def exchange(self, point: Point, value: Any) -> list[Any]:
         """Meet, and return the `value` of each rank. It is pickled, so use it for rare values."""
         self.meet(point)
-        with self._losses_named():
+        with self.losses_named():
             return self._gathered(value)
 
     def broadcast_object(self, value: Any, *, source: int) -> Any:
         """Return the `value` of rank `source` on every rank."""
         box = [value]
-        with self._losses_named():
+        with self.losses_named():
             dist.broadcast_object_list(box, source, group=self._group)
         return box[0]
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
         """Write rank `source`'s `tensor` into this rank's, on any device."""
-        with self._losses_named():
+        with self.losses_named():
             dist.broadcast(tensor, source, group=self._group if tensor.device.type == "cpu" else None)
 
     def average(self, tensor: Tensor) -> None:
         """Sum the ranks' `tensor` in place; each rank has divided its own by the number of ranks."""
-        with self._losses_named():
+        with self.losses_named():
             dist.all_reduce(tensor)
 
     @contextmanager
@@ -191,7 +195,8 @@ class Ranks:
             self.is_over = True
             raise RankError(
                 f"{'; '.join(f'rank {word.rank} failed: {word.text}' for word in failed)} [rank {self.rank} stops with it; go on from the "
-                "last checkpoint]"
+                "last checkpoint]",
+                failed=tuple(word.rank for word in failed),
             )
         if len({word.point for word in words}) > 1:
             self.is_over = True
@@ -203,8 +208,12 @@ class Ranks:
             )
 
     @contextmanager
-    def _losses_named(self) -> Iterator[None]:
-        """Turn the failure of a collective into an error that names the missing ranks."""
+    def losses_named(self) -> Iterator[None]:
+        """Turn the failure of a collective inside the block into an error that names the missing ranks.
+
+        Raises:
+            RankError: If the collective failed.
+        """
         try:
             yield
         except RankError:
@@ -217,7 +226,8 @@ class Ranks:
             raise RankError(
                 f"no answer from rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: a process that is gone, or that did not "
                 f"come to where rank {self.rank} waits for it ({self._timeout or 'for as long as torch waits'}). Its own output says "
-                "why; go on from the last checkpoint."
+                "why; go on from the last checkpoint.",
+                missing=tuple(missing),
             ) from error
 
     def _missing(self) -> list[int]:

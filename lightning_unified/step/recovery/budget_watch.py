@@ -62,7 +62,7 @@ class _PeakReports:
         return self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0
 
     def is_new(self, peak: int, *, beside: int, allowed: float) -> bool:
-        """Return whether `peak` is above `allowed` bytes, without `beside` bytes, and above the last report."""
+        """Return whether `peak` minus `beside` bytes exceeds `allowed` bytes and the last report."""
         if peak - beside <= max(allowed, _NEW_PEAK * self._last):
             return False
         self.highest, self._last = max(peak, self.highest), peak

@@ -100,7 +100,7 @@ class CacheCare:
             self.clears += 1
             if self.clears == 1:
                 why = ", while memory is short" if self.pressed else ""
-                said.append(f"caches cleared: {format_bytes(idle)} were held beyond what tensors needed{why}")
+                said.append(f"caches cleared: {format_bytes(idle)} were held beside the tensors{why}")
                 log.info("%s", said[-1])
         return said
 

@@ -80,7 +80,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path`; the tensors of a local file's weights and optimizer states are mapped.
+        """Return the checkpoint at `path`; tensors of a local file are mapped.
+
+        These are the tensors of weights and optimizer states.
 
         The unified strategies copy them out piece by piece, so that file pages and values are never both in memory. With
         another strategy on the CPU, optimizer states stay in the file's pages until the optimizer writes them.
@@ -123,7 +125,7 @@ def wait_for_writers(io: CheckpointIO | None) -> None:
 
 
 def saves_in_thread(io: CheckpointIO | None) -> bool:
-    """Return whether `io` copies each checkpoint on its device, and writes the copy while training goes on."""
+    """Return whether `io` copies each checkpoint on its device and writes it in a thread."""
     return any(isinstance(one, AsyncCheckpointIO) for one in _chain(io))
 
 
@@ -199,7 +201,7 @@ def _failures_named(target: Path) -> Iterator[None]:
         elif cause is not None:
             advice = "check that the folder can be written, or choose another"
         else:
-            advice = "something in the checkpoint cannot be saved; the text before says what"
+            advice = "an object in the checkpoint cannot be saved; the text before names it"
         kept = "the earlier file of that name is untouched" if target.exists() else "no partial file was left"
         raise CheckpointError(
             f"could not write the checkpoint {target}: {cause or f'{type(error).__name__}: {error}'}; {kept}. {advice}."

@@ -25,7 +25,7 @@ class GeneratorWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._python, self._numpy = _Told(), _Told()
+        self._python, self._numpy = _CachedState(), _CachedState()
 
     def note(self) -> dict[str, Any]:
         """Return the present state of every generator."""
@@ -53,25 +53,25 @@ class GeneratorWatch:
             torch.get_device_module(self._device).set_rng_state(states["device"], self._device)
 
 
-class _Told:
-    """The last known state of a generator, and its memory at that time."""
+class _CachedState:
+    """The last known state of a generator, cached with the memory that holds it."""
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._parts: list[Callable[[], Any]] = []
+        self._readers: list[Callable[[], Any]] = []
         self._memory: list[Any] | None = None
 
-    def state(self, tell: Any, memory_of: Callable[[Any], list[Callable[[], Any]]]) -> Any:
-        """Return the generator's state; call `tell`, its method, only if its memory has changed."""
+    def state(self, get_state: Any, memory_of: Callable[[Any], list[Callable[[], Any]]]) -> Any:
+        """Return the generator's state; call `get_state` only if its memory changed."""
         if self._memory is None or self._read() != self._memory:
-            self._parts = memory_of(tell.__self__)
+            self._readers = memory_of(get_state.__self__)
             before = self._read()
-            self._state = tell()
+            self._state = get_state()
             self._memory = before if before and before == self._read() else None  # another thread may draw meanwhile
         return self._state
 
     def _read(self) -> list[Any]:
-        return [read() for read in self._parts]
+        return [read() for read in self._readers]
 
 
 def _memory_of_python(generator: Any) -> list[Callable[[], Any]]:

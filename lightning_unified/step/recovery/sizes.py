@@ -60,7 +60,7 @@ class SizeEvidence:
         self._proven.append((elements, fits))
 
     def failed(self, failure: Failure) -> None:
-        """Record a size that does not fit, and drop what it contradicts or makes redundant."""
+        """Record a size that does not fit, and drop records that it contradicts or makes redundant."""
         elements, rows = failure.elements, failure.rows
         self._failures = [known for known in self._failures if known.elements < elements or known.rows < rows]
         self._failures.append(failure)
@@ -209,7 +209,7 @@ class MicroBatchSize:
         return self.evidence.proves(shape.elements, self.micro_batch_size(shape))
 
     def plan(self, shape: BatchShape, *, micro_batch_size: int, refused: int, room_bytes: int | None) -> None:
-        """Record a plan's prediction as if both were tried: `micro_batch_size` fits, `refused` does not."""
+        """Record a plan's prediction as if tried: `micro_batch_size` fits, `refused` does not."""
         failure = Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes)
         self.evidence.predict(shape.elements, fits=micro_batch_size, refused=failure)
 

@@ -20,7 +20,7 @@ __all__ = ["HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
 
 
 class StateCopies:
-    """Hooks that run around copies of a step's state. These do nothing.
+    """Hooks that run around copies of a step's state; these do nothing.
 
     A training loop may override them: `StepSnapshot` calls those of the loop's attribute `state_copies` (`step.loop.fault_checked`).
     """
@@ -36,7 +36,7 @@ class StateCopies:
 
 
 class StepSnapshot:
-    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler, batch.
+    """The state at the start of a step: `step.undo`, generators, logs, progress, scaler, batch.
 
     Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
     `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.
@@ -101,7 +101,7 @@ class StepSnapshot:
     def undo(self) -> Any:
         """Restore everything after a failed attempt, and return the batch for the next one.
 
-        The watch forgets what it found, so that no freed object of the module stays alive.
+        The watch forgets its findings, so that no freed object of the module stays alive.
         """
         batch = self.restore()
         self._watch.forget()

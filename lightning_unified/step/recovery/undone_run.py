@@ -29,7 +29,7 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out a
 
 
 class Undone:
-    """A block that runs a module on copies of a batch and then restores all state that a step may change.
+    """Run a module on copies of a batch, then restore all state that a step may change.
 
     Inside the block, dropout is off and BatchNorm uses running statistics. Logged values are dropped, loggers write
     nothing, and CUDA graphs are not replayed. Parameters start without gradients. Attention does not use cuDNN, which

@@ -22,6 +22,7 @@ Rule = str | Callable[[list[Any], list[int]], Any]
 
 CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
+_SUMS = ("mean", "mean of rows", "sum")
 _ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of several fitting rules the first is used
 
 
@@ -80,14 +81,19 @@ def _figure(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
             stacked = torch.stack(list(values))
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
         return (max if rule == "max" else min)(values)
+    return _total(_summands(rule, values, weights))
+
+
+def _summands(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Sequence[Any]:
+    """Return the numbers that a sum or a mean of `values` adds up."""
     if rule == "sum":
-        return _total(values)
+        return values
     counts = weights.terms if rule == "mean" else weights.rows
     pairs = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     if not pairs:
         pairs = [(value, 1) for value in values]
     total = sum(count for _, count in pairs)
-    return _total([value * (count / total) for value, count in pairs])
+    return [value * (count / total) for value, count in pairs]
 
 
 def _total(values: Sequence[Any]) -> Any:
@@ -103,7 +109,12 @@ _SMALL = 4096  # entries
 def fitting(values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
     """Return the names of the rules that merge the micro-batches' values into the whole's.
 
-    `tolerance` is the largest relative difference that counts as rounding.
+    Args:
+        values: One for each micro-batch.
+        whole: The whole batch's value.
+        weights: The rows and loss terms of the micro-batches.
+        tolerance: Largest relative difference that counts as rounding. For sums and means it is relative to the largest summand, as
+            for gradients (`step.exactness.gradients`): summands that cancel leave a result of nothing but their rounding.
     """
     if any(type(value) is not type(whole) for value in values):
         return frozenset()
@@ -114,9 +125,24 @@ def fitting(values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, to
             result = merged(rule, values, weights)
         except SplitError:
             continue
-        if type(result) is type(whole) and same(result, whole, tolerance=tolerance):
+        if type(result) is not type(whole):
+            continue
+        if same(result, whole, tolerance=tolerance) or (
+            rule in _SUMS and same(result, whole, tolerance=tolerance, size=_largest(_summands(rule, values, weights)))
+        ):
             fits.add(rule)
     return frozenset(fits)
+
+
+def _largest(values: Sequence[Any]) -> float:
+    return max(map(_size, values))
+
+
+def _size(value: Any) -> float:
+    """Return the largest finite magnitude in a number, tensor or array; 0.0 if there is none."""
+    entries = torch.as_tensor(value).detach()
+    finite = entries[entries.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _near(value: Any) -> Any:
@@ -148,17 +174,25 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
 
 
-def same(one: Any, other: Any, *, tolerance: float = 0.0) -> bool:
+def same(one: Any, other: Any, *, tolerance: float = 0.0, size: float = 0.0) -> bool:
     """Return whether two values are equal up to rounding.
 
     NaN equals NaN. Containers are compared entry by entry.
+
+    Args:
+        one: A value.
+        other: The value that it is compared with.
+        tolerance: Largest difference that counts as rounding, relative to the largest entry of `other`.
+        size: Magnitude that it is relative to at least; for results of sums, their largest summand.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _same_tensors(one.detach(), other.detach(), tolerance)
+        return _same_tensors(one.detach(), other.detach(), tolerance, size)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and _same_arrays(one, other, tolerance)
+        return one.dtype == other.dtype and _same_arrays(one, other, tolerance, size)
     if isinstance(one, float) and isinstance(other, (int, float)):
-        return (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+        return (math.isnan(one) and math.isnan(other)) or math.isclose(
+            one, other, rel_tol=tolerance, abs_tol=tolerance * size
+        )
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(same(*pair, tolerance=tolerance) for pair in zip(one, other, strict=True))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -171,7 +205,7 @@ def same(one: Any, other: Any, *, tolerance: float = 0.0) -> bool:
         return False
 
 
-def _same_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
+def _same_tensors(one: Tensor, other: Tensor, tolerance: float, size: float) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse or other.is_sparse:
         return False
     if one.device != other.device:
@@ -180,17 +214,16 @@ def _same_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
         return torch.equal(one, other) or (
             one.is_floating_point() and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
         )
-    finite = other[other.isfinite()]
-    size = float(finite.abs().max()) if finite.numel() else 0.0  # rounding scales with the largest summands
+    size = max(size, _size(other))  # rounding scales with the largest summands
     return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
 
 
-def _same_arrays(one: Any, other: Any, tolerance: float) -> bool:
+def _same_arrays(one: Any, other: Any, tolerance: float, size: float) -> bool:
     if one.shape != other.shape:
         return False
     if one.dtype.kind not in "fc":
         return bool((one == other).all())
-    size = float(np.abs(other[np.isfinite(other)]).max(initial=0.0))
+    size = max(size, float(np.abs(other[np.isfinite(other)]).max(initial=0.0)))
     return bool(np.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
 
 

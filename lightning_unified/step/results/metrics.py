@@ -34,7 +34,7 @@ class MetricsOverMicroBatches:
     has found, or else by the metric's own reductions. The result is the batch's own state. Its value is the step value. Joining it with the
     state from before is the same as `Metric.forward` on a whole batch (torchmetrics/metric.py, `_forward_reduce_state_update`).
 
-    A metric may declare that its update needs the full state (`full_state_update` not False). It is joined too if the exactness check has
+    A metric may declare that its update needs the full state (`full_state_update` not False). It is joined like the others if the exactness check has
     found that its states add up. Otherwise it accumulates over the micro-batches, and an empty twin beside it gathers the batch:
     `Metric.forward` also updates such a metric twice. A metric whose value `training_step` reads itself (`compute`) answers for a
     micro-batch.

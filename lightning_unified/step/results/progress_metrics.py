@@ -18,7 +18,10 @@ _result: Any = result  # the name below is not in the module's interface
 
 
 def defer_progress_metrics(trainer: L.Trainer) -> None:
-    """Keep the metrics of the progress bar on the device until someone reads `trainer.progress_bar_metrics`."""
+    """Keep the progress bar's metrics on the device until they are read.
+
+    `trainer.progress_bar_metrics` reads them.
+    """
     connector = trainer._logger_connector
     if type(connector) is _LoggerConnector:  # another class may do something else at the end of a batch
         connector.__class__ = _Deferring

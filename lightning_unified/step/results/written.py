@@ -107,7 +107,7 @@ def differing(one: Written, other: Written) -> set[str]:
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
-    """Return the paths of host generators that micro-batches left in another state than the whole did.
+    """Return the paths of host generators whose state differs between micro-batches and whole.
 
     Host generators are those of Python and NumPy.
     """

@@ -48,7 +48,7 @@ class BatchSplitter:
         except Exception:  # an error of the rule; `require_shape` raises it if the batch must be split
             return None
 
-    def require_shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
+    def require_shape(self, batch: Any) -> BatchShape | None:
         """Return the size of `batch`; raise an error if it is unknown and the batch may be split.
 
         With `splittable=False`, return None for an unknown number of rows.
@@ -57,10 +57,10 @@ class BatchSplitter:
             SplitError: If the number of rows is unknown and the module's batches may be split.
         """
         if not self._rules.splittable:
-            return self.shape(batch, loader=loader)
-        shape = self._measured(batch, loader)
+            return self.shape(batch)
+        shape = self._measured(batch, loader=0)
         if shape is None:
-            refusal = self._finder(loader).refusal(batch, 0, self._sub_batches(batch, loader))
+            refusal = self._finder(0).refusal(batch, 0, self._sub_batches(batch, 0))
             raise refusal or SplitError(f"nothing tells how many rows a batch of {self._name} has.")
         return shape
 

@@ -139,11 +139,11 @@ def _put_entry(cell: Cell, name: Any, value: Any) -> None:
 
 
 def _changed_tensors(noted: Noted, entries: Iterable[tuple[FoundTensor, Tensor | None]]) -> Iterator[Change]:
-    for entry, room in entries:
-        differs = room is None or room.shape != entry.tensor.shape or not torch.equal(room, entry.tensor)
+    for entry, copy in entries:
+        differs = copy is None or copy.shape != entry.tensor.shape or not torch.equal(copy, entry.tensor)
         if differs and not _is_of_metric(noted, entry.path):
             after = entry.tensor.detach().clone()
-            yield Change(path_text(entry.path), "tensor", room, after, partial(_put_tensor, entry.tensor))
+            yield Change(path_text(entry.path), "tensor", copy, after, partial(_put_tensor, entry.tensor))
 
 
 def _put_tensor(tensor: Tensor, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Iterators: copied at their position before a step, and replaced by the copy after a failure."""
+"""Copy iterators at their position before a step, and restore the copies after a failure."""
 
 import ast
 import copy
@@ -65,7 +65,7 @@ class NotedIterators:
         self._draws = {id(one): (one, one.draws) for _, _, value in self._found for one in _stand_ins_in(value)}
 
     def restore(self) -> list[UndoError]:
-        """Put copies of the iterators in their places, and return an error for each stand-in that was drawn from."""
+        """Restore copies of the iterators; return an error for each stand-in that was drawn from."""
         memo: _Memo = {}
         errors: list[UndoError] = []
         for cell, name, value in self._found:
@@ -92,7 +92,7 @@ def put_stand_ins(found: Iterable[_Entry]) -> bool:
 
 
 def _stand_in(value: Any, put: dict[int, Any]) -> Any:
-    """Return the iterator that takes the place of `value`; for a tuple, one with its iterators replaced."""
+    """Return the stand-in for an iterator; for a tuple, one with its iterators replaced."""
     if kind_of(type(value)) is Kind.TUPLE:
         entries = [_stand_in(entry, put) for entry in value]
         is_same = all(one is other for one, other in zip(entries, value, strict=True))

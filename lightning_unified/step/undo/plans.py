@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_unified.step.undo.walk import FoundTensor
 from lightning_unified.units import KIB, MIB
 
-__all__ = ["SMALL", "Plan", "Rooms", "bytes_of", "is_plain", "kind_of_tensor"]
+__all__ = ["SMALL", "CopyBuffers", "Plan", "bytes_of", "is_plain", "kind_of_tensor"]
 
 SMALL = 64 * KIB  # largest tensor that is copied before every step, in bytes
 _STACK = MIB  # largest stack, in bytes: allocators keep small blocks apart from those of activations
@@ -24,11 +24,11 @@ kind_of_tensor = operator.attrgetter("shape", "dtype", "device")
 _dtype = operator.attrgetter("dtype")
 
 
-class Rooms:
+class CopyBuffers:
     """Buffers for copies, reused for tensors of the same shape, dtype and device."""
 
     def __init__(self) -> None:
-        self._rooms: dict[Any, list[Tensor]] = {}
+        self._buffers: dict[Any, list[Tensor]] = {}
         self._used: dict[Any, int] = {}
 
     def begin(self) -> None:
@@ -36,30 +36,30 @@ class Rooms:
 
         A buffer is unused if the last note did not take it.
         """
-        total, used = sum(map(len, self._rooms.values())), sum(self._used.values())
+        total, used = sum(map(len, self._buffers.values())), sum(self._used.values())
         if total > 2 * used + _SPARE:
-            self._rooms = {kind: self._rooms[kind][:count] for kind, count in self._used.items()}
+            self._buffers = {kind: self._buffers[kind][:count] for kind, count in self._used.items()}
         self._used = {}
 
-    def keep(self, rooms: Iterable[Tensor]) -> None:
+    def keep(self, buffers: Iterable[Tensor]) -> None:
         """Drop all buffers but these, which the next note reuses.
 
         The memory that is held between two steps then stays the same.
         """
-        self._rooms = {}
-        for room in rooms:
-            self._rooms.setdefault(kind_of_tensor(room), []).append(room)
-        self._used = {kind: len(kept) for kind, kept in self._rooms.items()}  # none of them is unused
+        self._buffers = {}
+        for buffer in buffers:
+            self._buffers.setdefault(kind_of_tensor(buffer), []).append(buffer)
+        self._used = {kind: len(kept) for kind, kept in self._buffers.items()}  # none of them is unused
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return a buffer for a copy of `tensor`."""
         kind = kind_of_tensor(tensor)
-        rooms, index = self._rooms.setdefault(kind, []), self._used.get(kind, 0)
+        buffers, index = self._buffers.setdefault(kind, []), self._used.get(kind, 0)
         self._used[kind] = index + 1
-        if index == len(rooms):
+        if index == len(buffers):
             with torch.inference_mode(mode=False), torch.no_grad():
-                rooms.append(torch.empty_like(tensor, requires_grad=False))
-        return rooms[index]
+                buffers.append(torch.empty_like(tensor, requires_grad=False))
+        return buffers[index]
 
 
 class _Stack:
@@ -71,40 +71,40 @@ class _Stack:
         most: Number of tensors that it may have.
     """
 
-    __slots__ = ("_copies", "_room", "entries", "most", "tensors")
+    __slots__ = ("_buffer", "_copies", "entries", "most", "tensors")
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.entries: list[FoundTensor] = []
         self.tensors: list[Tensor] = []
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._copies: Tensor | Sequence[Tensor] = ()
 
     def reserve(self) -> None:
         """Allocate a buffer that every copy reuses."""
         first = self.tensors[0]
         with torch.inference_mode(mode=False):
-            self._room = torch.empty((len(self.tensors), *first.shape), dtype=first.dtype, device=first.device)
+            self._buffer = torch.empty((len(self.tensors), *first.shape), dtype=first.dtype, device=first.device)
 
     def fits(self) -> bool:
         """Return whether the buffer fits the dtype of all tensors and the shape of the first.
 
         `copy` finds other shapes: `torch.stack` raises, and the tensors are cloned.
         """
-        first, room = self.tensors[0], self._room
+        first, buffer = self.tensors[0], self._buffer
         return (
-            room is not None
-            and room.shape[1:] == first.shape
-            and all(map(operator.is_, map(_dtype, self.tensors), itertools.repeat(room.dtype)))
+            buffer is not None
+            and buffer.shape[1:] == first.shape
+            and all(map(operator.is_, map(_dtype, self.tensors), itertools.repeat(buffer.dtype)))
         )
 
     def copy(self) -> None:
         """Copy every tensor."""
         try:
-            if self._room is None:
+            if self._buffer is None:
                 self._copies = torch.stack(self.tensors).detach()  # `torch.no_grad` takes longer
             else:
-                self._copies = torch.stack(self.tensors, out=self._room)
+                self._copies = torch.stack(self.tensors, out=self._buffer)
         except RuntimeError:  # the tensors have different shapes or devices by now
             self._copies = [tensor.detach().clone() for tensor in self.tensors]
 
@@ -118,14 +118,14 @@ class Plan:
 
     Attributes:
         copied: Tensors with a buffer of their own.
-        rooms: The buffer of each.
+        buffers: The buffer of each.
         held: Tensors without a copy.
-        large_bytes: Bytes of the copies that are made only because there is room.
+        large_bytes: Bytes of the copies of large tensors that may change.
     """
 
     def __init__(self) -> None:
         self.copied: list[FoundTensor] = []
-        self.rooms: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self.held: list[FoundTensor] = []
         self.large_bytes = 0
         self._tensors: list[Tensor] = []
@@ -135,15 +135,15 @@ class Plan:
         self._stack_of: dict[Any, _Stack] = {}
         self._is_kept = False
 
-    def add(self, entry: FoundTensor, room: Tensor) -> None:
-        """Plan a copy of `entry` into `room`."""
+    def add(self, entry: FoundTensor, buffer: Tensor) -> None:
+        """Plan a copy of `entry` into `buffer`."""
         kind = kind_of_tensor(entry.tensor)
         self.copied.append(entry)
-        self.rooms.append(room)
+        self.buffers.append(buffer)
         self._tensors.append(entry.tensor)
         self._kinds.append(kind)
-        rooms, tensors = self._groups.setdefault(kind[1:], ([], []))
-        rooms.append(room)
+        buffers, tensors = self._groups.setdefault(kind[1:], ([], []))
+        buffers.append(buffer)
         tensors.append(entry.tensor)
 
     def stack(self, entry: FoundTensor) -> bool:
@@ -167,7 +167,7 @@ class Plan:
         stack.tensors.append(tensor)
         return True
 
-    def keep(self, rooms: Rooms) -> None:
+    def keep(self, buffers: CopyBuffers) -> None:
         """Reserve memory that every copy reuses.
 
         Tensors of rare kinds get buffers of their own, and one call copies all of the same dtype and device.
@@ -176,7 +176,7 @@ class Plan:
         for stack in self._stacks:
             if len(stack.entries) < _FEW:
                 for entry in stack.entries:
-                    self.add(entry, rooms.take(entry.tensor))
+                    self.add(entry, buffers.take(entry.tensor))
             else:
                 stack.reserve()
         self._stacks = [stack for stack in self._stacks if len(stack.entries) >= _FEW]
@@ -192,13 +192,13 @@ class Plan:
         elif self._groups or self._stacks:
             with torch.no_grad():
                 self._copy_stacks()
-                for rooms, tensors in self._groups.values():
-                    torch._foreach_copy_(rooms, tensors)  # pyright: ignore[reportPrivateImportUsage]
+                for buffers, tensors in self._groups.values():
+                    torch._foreach_copy_(buffers, tensors)  # pyright: ignore[reportPrivateImportUsage]
 
     def pairs(self) -> list[tuple[FoundTensor, Tensor]]:
         """Return the tensors that are copied, each with its copy."""
         small = (stack.pairs() for stack in self._stacks)
-        return [*zip(self.copied, self.rooms, strict=True), *itertools.chain.from_iterable(small)]
+        return [*zip(self.copied, self.buffers, strict=True), *itertools.chain.from_iterable(small)]
 
     def _copy_stacks(self) -> None:
         for stack in self._stacks:

@@ -34,8 +34,8 @@ class DictVersions:
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self.dicts, self._kept = dicts, b""
-        self._room = bytearray(_WORD * len(dicts))
-        self._numbers = np.frombuffer(self._room, dtype=np.uint64)
+        self._words = bytearray(_WORD * len(dicts))
+        self._numbers = np.frombuffer(self._words, dtype=np.uint64)
         addresses = np.array([id(one) + _OFFSET for one in dicts], dtype=np.int64)
         self._memory, self._places = None, addresses
         if len(dicts) and _are_kept():
@@ -52,7 +52,7 @@ class DictVersions:
         """
         if self._memory is not None:
             self._memory.take(self._places, None, self._numbers, "clip")
-            if self._room == self._kept:
+            if self._words == self._kept:
                 return ()
             if self._kept:
                 return np.flatnonzero(self._numbers != np.frombuffer(self._kept, np.uint64)).tolist()
@@ -65,7 +65,7 @@ class DictVersions:
 
     def keep(self) -> None:
         """Keep the versions that were read last."""
-        self._kept = bytes(self._room)
+        self._kept = bytes(self._words)
 
 
 class _Words:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_unified.errors import UndoError
 from lightning_unified.step.undo.cells import path_text
-from lightning_unified.step.undo.plans import SMALL, Plan, Rooms, bytes_of, is_plain, kind_of_tensor
+from lightning_unified.step.undo.plans import SMALL, CopyBuffers, Plan, bytes_of, is_plain, kind_of_tensor
 from lightning_unified.step.undo.walk import FoundTensor
 from lightning_unified.units import MIB, format_bytes
 
@@ -75,14 +75,14 @@ def differing(pairs: Mapping[Name, tuple[Tensor, Tensor]]) -> list[Name]:
 
 
 # judgement: most bytes of large tensors that are copied; buffers before the first step are not counted
-_ROOM = 256 * MIB
+_COPY_LIMIT = 256 * MIB
 
 
 class TensorKeeper:
     """Records tensors that a walk found, and learns which of the large ones a step changes.
 
     Small tensors are copied before every step, in one call. Also copied are running statistics, states of metrics, and large tensors that
-    an earlier step changed. Before the first step, all buffers are copied, and other large tensors while there is room.
+    an earlier step changed. Before the first step, all buffers are copied, and other large tensors within the limit.
 
     Other large tensors are compared by version counter and by checksum, because `tensor.data.mul_()` and fused kernels move no counter.
     A checksum reads the whole tensor, so checksums are taken only after the successful steps 1, 2, 4, 8 and so on. Once a tensor has
@@ -94,7 +94,7 @@ class TensorKeeper:
     """
 
     def __init__(self) -> None:
-        self._rooms, self._moving_rooms = Rooms(), Rooms()
+        self._buffers, self._moving_buffers = CopyBuffers(), CopyBuffers()
         self._changing: set[tuple[int, Any]] = set()
         self._unseen: set[tuple[int, Any]] = set()  # slots of tensors that change and move no version counter
         self._checksums: dict[tuple[int, Any], Checksum] = {}
@@ -110,11 +110,11 @@ class TensorKeeper:
             moving: Tensors whose places may hold other tensors by now.
         """
         if fixed is not self._fixed or self._plan is None or not self._plan.fits():
-            self._plan, self._fixed = self._planned(fixed, self._rooms, room=_ROOM), fixed
-            self._plan.keep(self._rooms)
+            self._plan, self._fixed = self._planned(fixed, self._buffers, limit=_COPY_LIMIT), fixed
+            self._plan.keep(self._buffers)
         plans = [self._plan]
         if moving:
-            plans.append(self._planned(moving, self._moving_rooms, room=_ROOM - self._plan.large_bytes))
+            plans.append(self._planned(moving, self._moving_buffers, limit=_COPY_LIMIT - self._plan.large_bytes))
         for plan in plans:
             plan.copy()
         fresh = {
@@ -137,13 +137,13 @@ class TensorKeeper:
             self._changing |= changed
             self._plan = None
             plan = noted.plans[0]
-            copied = zip(plan.copied, plan.rooms, strict=True)
-            self._rooms.keep(room for entry, room in copied if self._is_needed(entry) or self._may_change(entry))
-        self._moving_rooms = Rooms()
+            copied = zip(plan.copied, plan.buffers, strict=True)
+            self._buffers.keep(buffer for entry, buffer in copied if self._is_needed(entry) or self._may_change(entry))
+        self._moving_buffers = CopyBuffers()
 
     def release(self) -> None:
-        """Drop all copies; the next note makes room anew."""
-        self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
+        """Drop all copies; the next note allocates new ones."""
+        self._plan, self._buffers, self._moving_buffers = None, CopyBuffers(), CopyBuffers()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
         """Take new checksums of tensors without a copy, and return slots with unnoticed changes.
@@ -159,9 +159,9 @@ class TensorKeeper:
         self._unseen |= changed
         return changed
 
-    def _planned(self, entries: Sequence[FoundTensor], rooms: Rooms, *, room: int) -> Plan:
-        """Decide for each tensor whether it is copied, and make room for the copies."""
-        rooms.begin()
+    def _planned(self, entries: Sequence[FoundTensor], buffers: CopyBuffers, *, limit: int) -> Plan:
+        """Decide for each tensor whether it is copied, and allocate the copies."""
+        buffers.begin()
         plan, in_fake_mode = Plan(), torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None
         for entry in entries:
             tensor = entry.tensor
@@ -170,21 +170,21 @@ class TensorKeeper:
             if entry.copied is not False and plan.stack(entry):
                 continue
             size, is_needed = bytes_of(tensor), self._is_needed(entry)
-            may_fit = self._may_change(entry) and plan.large_bytes + size <= room
+            may_fit = self._may_change(entry) and plan.large_bytes + size <= limit
             if is_plain(tensor) and (is_needed or may_fit):
                 plan.large_bytes += 0 if is_needed else size
-                plan.add(entry, rooms.take(tensor))
+                plan.add(entry, buffers.take(tensor))
             else:
                 plan.held.append(entry)
         return plan
 
     def _is_needed(self, entry: FoundTensor) -> bool:
-        """Return whether a tensor is copied regardless of the room that is left."""
+        """Return whether a tensor is copied regardless of the limit."""
         is_small = entry.copied is None and bytes_of(entry.tensor) <= SMALL
         return bool(entry.copied) or is_small or (entry.is_buffer and not self._successes)
 
     def _may_change(self, entry: FoundTensor) -> bool:
-        """Return whether a tensor is copied if there is room.
+        """Return whether a tensor is copied within the limit.
 
         Before the first successful step, any tensor may change; afterwards only those that a step has changed.
         """
@@ -217,9 +217,9 @@ class NotedTensors:
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
         """Return the slots of large tensors that differ from their copies."""
-        copied = (pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True))
+        copied = (pair for plan in self.plans for pair in zip(plan.copied, plan.buffers, strict=True))
         large = [pair for pair in copied if bytes_of(pair[1]) > SMALL]
-        return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
+        return {entry.slot for entry, copy in large if not _is_equal(entry.tensor, copy)}
 
     def restore(self) -> None:
         """Write every copy back.
@@ -227,9 +227,9 @@ class NotedTensors:
         Raises:
             UndoError: If a tensor without a copy has changed.
         """
-        for entry, room in self.copied:
-            if not _is_equal(entry.tensor, room):
-                _write(entry.tensor, room)
+        for entry, copy in self.copied:
+            if not _is_equal(entry.tensor, copy):
+                _write(entry.tensor, copy)
         changed = self._changed()
         if changed:
             raise UndoError(_refusal(changed))
@@ -247,23 +247,23 @@ class NotedTensors:
         ]
 
 
-def _write(tensor: Tensor, room: Tensor) -> None:
+def _write(tensor: Tensor, copy: Tensor) -> None:
     with (
         torch.inference_mode(tensor.is_inference()),
         torch.no_grad(),
     ):  # in this order: `inference_mode(False)` turns gradients on
-        if kind_of_tensor(tensor) == kind_of_tensor(room):
-            tensor.copy_(room)
+        if kind_of_tensor(tensor) == kind_of_tensor(copy):
+            tensor.copy_(copy)
         else:  # its data was exchanged: `tensor.data = other`
-            tensor.data = room.clone()
+            tensor.data = copy.clone()
 
 
 def _refusal(changed: list[FoundTensor]) -> str:
     names = ", ".join(f"{path_text(entry.path)} ({format_bytes(bytes_of(entry.tensor))})" for entry in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return (
-        f"a step that is undone had written {names}{more} in place, for the first time or beyond what is copied before a step "
-        f"({format_bytes(_ROOM)}), so it cannot be repeated exactly. Resume from the last checkpoint, and write such tensors in "
+        f"a step that is undone had written {names}{more} in place, for the first time or beyond the bytes that are copied before a step "
+        f"({format_bytes(_COPY_LIMIT)}), so it cannot be repeated exactly. Resume from the last checkpoint, and write such tensors in "
         "on_train_batch_end, which runs once a batch after the step, or assign a new tensor instead of writing in place."
     )
 
@@ -281,5 +281,5 @@ def _can_be_summed(tensor: Tensor) -> bool:
     return is_plain(tensor) and not (isinstance(tensor, FakeTensor) or tensor.is_conj() or tensor.is_neg())
 
 
-def _is_equal(tensor: Tensor, room: Tensor) -> bool:
-    return kind_of_tensor(tensor) == kind_of_tensor(room) and torch.equal(tensor, room)
+def _is_equal(tensor: Tensor, copy: Tensor) -> bool:
+    return kind_of_tensor(tensor) == kind_of_tensor(copy) and torch.equal(tensor, copy)

@@ -223,7 +223,7 @@ def test_the_automatic_tier_has_no_batch_of_its_own():
         ("strix_halo", 2, 512, True),
     ],
 )
-def test_hardware_decides_how_the_34m_model_cuts_its_batch_of_32(hardware, rows, length, recompute):
+def test_hardware_decides_how_the_34m_model_splits_its_batch_of_32(hardware, rows, length, recompute):
     config = compose("model=gearhead-34m", f"hardware={hardware}")
 
     assert (

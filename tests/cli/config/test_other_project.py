@@ -1,4 +1,4 @@
-"""Another project's Hydra program uses the groups with the lines that `conf/unified.yaml` states."""
+"""Another project's Hydra program uses the groups by the lines of `conf/unified.yaml`."""
 
 import pytest
 import yaml

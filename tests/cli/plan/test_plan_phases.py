@@ -26,7 +26,7 @@ def plan(*, taken, rows=4, generation=0):
     return Plan(micro_batch_size=rows, recompute=False, precision="32-true", budget_bytes=100, prediction=found)
 
 
-def test_phases_that_fit_are_told_beside_the_main_one():
+def test_phases_that_fit_are_shown_beside_the_main_one():
     found = with_phases(plan(taken=50), {"imitation": plan(taken=90, rows=2)})
 
     assert found.prediction.reserved_bytes == 50

@@ -32,7 +32,7 @@ def test_several_runs_stand_side_by_side_with_what_differs(tmp_path):
     assert "train/loss" in tree.text and 'stroke="var(--run-1)"' in text
 
 
-def test_copies_of_groups_within_the_trainer_are_not_told_twice(tmp_path):
+def test_copies_of_groups_within_the_trainer_are_not_shown_twice(tmp_path):
     config = "memory: {budget: 4GiB}\ntrainer: {strategy: {budget: 4GiB}, max_steps: 40}\n"
     text, _ = read_page(run_of(tmp_path / "run", config=config))
 

@@ -70,7 +70,7 @@ def test_what_a_run_calls_itself_stays_text(tmp_path):
     assert name in tree.text
 
 
-def test_a_run_that_left_nothing_but_metrics_is_told_of_with_them(tmp_path):
+def test_a_run_that_left_only_metrics_is_shown_with_them(tmp_path):
     run = run_of(tmp_path / "run", summary__json=None, plan__json=None, events__jsonl=None, config__yaml=None)
     _, tree = read_page(run)
 

@@ -1,4 +1,4 @@
-"""Data in a run: the line about it, the test set at the end, and data that do not belong to the model."""
+"""Data of a run: the line about it, the test set at the end, data that do not fit the model."""
 
 import json
 

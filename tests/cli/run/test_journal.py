@@ -52,7 +52,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_tells_what_it_begins_with_and_how_it_ends(tmp_path):
+def test_a_run_records_its_start_and_its_end(tmp_path):
     fit(tmp_path, Journal())
     began, ended = lines(tmp_path)
 
@@ -64,7 +64,7 @@ def test_a_run_tells_what_it_begins_with_and_how_it_ends(tmp_path):
     assert "precision" in began["plan"]
 
 
-def test_a_recovery_is_told_with_the_step_whose_metrics_it_is_among(tmp_path):
+def test_a_recovery_is_recorded_with_the_step_of_its_metrics(tmp_path):
     fit(tmp_path, Journal(), fits=4)
     _, event, ended = lines(tmp_path)
 
@@ -75,7 +75,7 @@ def test_a_recovery_is_told_with_the_step_whose_metrics_it_is_among(tmp_path):
     assert ended["recoveries"] == 1
 
 
-def test_a_run_that_fails_tells_of_what(tmp_path):
+def test_a_failed_run_records_its_error(tmp_path):
     with pytest.raises(Exception, match="out of memory"):
         fit(tmp_path, Journal(), fits=0)
 
@@ -84,7 +84,7 @@ def test_a_run_that_fails_tells_of_what(tmp_path):
     assert lines(tmp_path)[-1]["plan"] is not None
 
 
-def test_a_resumed_run_adds_to_what_was_told(tmp_path):
+def test_a_resumed_run_appends_to_the_recorded_events(tmp_path):
     fit(tmp_path, Journal())
     fit(tmp_path, Journal())
 

@@ -1,4 +1,4 @@
-"""Output that cannot be written never raises, and messages begin on a line of their own after a bar."""
+"""Output that cannot be written never raises; messages after a bar begin on a new line."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""The chunked loss in a dry run: a CUDA step has the fused operations, another backend's has torch's."""
+"""In a dry run, the chunked loss has fused operations on CUDA and torch's elsewhere."""
 
 import pytest
 import torch

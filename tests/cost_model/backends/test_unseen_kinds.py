@@ -1,4 +1,4 @@
-"""Kernels that modules of unseen kinds run: learned attention biases, fused cells, casts of joined tensors."""
+"""Kernels of unseen kinds: learned attention biases, fused cells, casts of joined tensors."""
 
 import pytest
 import torch

@@ -86,7 +86,7 @@ def test_the_gradients_of_a_step_become_those_of_the_step_before():
 
 @pytest.mark.parametrize(("version", "reserved"), [((2, 13), 72 * MIB), ((2, 14), 40 * MIB)])
 def test_torchs_version_decides_what_a_mac_reserves(version, reserved):
-    """Two freed blocks of 6 MiB lie side by side; only the newer allocator makes one of 9 MiB of them.
+    """Two freed blocks of 6 MiB are neighbours; only the newer allocator joins them to 9 MiB.
 
     A heap of 8 MiB holds the scalar that Lightning compares before the first batch.
     """

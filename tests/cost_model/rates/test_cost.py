@@ -87,7 +87,7 @@ def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_even_parts_cost_what_a_trace_of_them_all_costs(backend, parts):
+def test_even_micro_batches_cost_as_much_as_their_common_trace(backend, parts):
     traces = MadeTraces(backend=backend)
     whole = step_seconds(traces.at(5, parts=parts), rates(part=1e-4))
     split = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
@@ -95,7 +95,7 @@ def test_even_parts_cost_what_a_trace_of_them_all_costs(backend, parts):
     assert split == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
 
 
-def test_a_smaller_last_part_costs_less_than_a_full_one():
+def test_a_smaller_last_micro_batch_costs_less_than_a_full_one():
     traces = MadeTraces()
 
     def seconds(sizes):
@@ -116,7 +116,7 @@ def test_the_splits_are_those_of_the_step(units, unit, least):
     assert splits[-1][0] == max(smallest)
 
 
-def test_no_way_exceeds_the_largest_micro_batch_that_is_allowed():
+def test_no_split_exceeds_the_largest_allowed_micro_batch():
     assert even_splits(10, micro_batch_size=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
 
 

@@ -1,4 +1,4 @@
-"""MPS's allocator since torch 2.14 against its source: cases worked out by hand, and random events."""
+"""MPS's allocator since torch 2.14 against its source: computed cases, and random events."""
 
 import pytest
 from hypothesis import given, settings
@@ -80,7 +80,7 @@ def test_small_and_large_blocks_never_share_a_heap():
     assert both.model.reserved == 40 * MIB
 
 
-def test_a_freed_block_is_cut_to_a_smaller_request():
+def test_a_freed_block_is_split_at_a_smaller_request():
     both = Both()
     for size in (8 * MIB, 8 * MIB, 8 * MIB, 8 * MIB):
         both.take(size)
@@ -126,7 +126,7 @@ def test_a_buffer_with_a_remainder_is_no_better_than_a_smaller_free_range():
     assert both.take(5 * MIB) == (1, 26 * MIB + 512 * KIB, 5 * MIB + 512 * KIB)
 
 
-def test_of_two_ranges_that_fit_the_smaller_is_cut():
+def test_of_two_ranges_that_fit_the_smaller_is_split():
     both = Both()
     for size in (9 * MIB, 2 * MIB, 6 * MIB, 2 * MIB, 13 * MIB):
         both.take(size)
@@ -150,7 +150,7 @@ def test_freed_neighbours_are_joined_only_when_nothing_else_fits():
     assert both.model.reserved == 32 * MIB
 
 
-def test_a_joined_range_is_cut_again_and_its_rest_is_free():
+def test_a_joined_range_is_split_again_and_its_rest_is_free():
     both = Both()
     for _ in range(4):
         both.take(8 * MIB)

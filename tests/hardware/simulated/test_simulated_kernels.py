@@ -1,4 +1,4 @@
-"""What a dispatch mode does not see counts too: sums of gradients in place, and memory inside kernels."""
+"""Memory that no dispatch mode sees counts: in-place gradient sums, and memory in kernels."""
 
 import pytest
 import torch

@@ -80,7 +80,7 @@ def test_metal_opens_a_heap_of_a_gibibyte_for_twenty_mebibytes():
 
 
 @pytest.mark.parametrize(("version", "counted"), [("2.13.0", 5 * MIB), ("2.14.1", 2 * MIB)])
-def test_a_simulated_mac_cuts_a_freed_block_since_torch_2_14(version, counted):
+def test_a_simulated_mac_splits_a_freed_block_since_torch_2_14(version, counted):
     allocator = SimulatedMachine("m2-16gb", torch_version=version).allocator
     allocator.free(allocator.allocate(5 * MIB))
 

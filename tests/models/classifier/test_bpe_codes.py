@@ -1,4 +1,4 @@
-"""A tokenizer of `vocab.txt` and `bpe.codes` gives the ids of transformers' own, which is slow."""
+"""A tokenizer of `vocab.txt` and `bpe.codes` gives the ids of transformers' slow one."""
 
 import json
 import sys

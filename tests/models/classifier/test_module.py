@@ -28,7 +28,7 @@ def _gradient(model, loss):
 
 
 @pytest.mark.parametrize("weights", ["none", "balanced", [0.5, 2.0, 3.0]], ids=["none", "balanced", "listed"])
-def test_training_in_trimmed_parts_is_training_whole(build, data, fit, weights):
+def test_training_in_trimmed_micro_batches_is_training_whole(build, data, fit, weights):
     runs = []
     for strategy in ("auto", UnifiedStrategy(micro_batch_size=2, predict=False)):
         model = build(class_weights=weights, label_smoothing=0.1).double()
@@ -64,7 +64,7 @@ def test_a_row_without_a_label_counts_nowhere(build, batches):
 
 
 @pytest.mark.parametrize("lengths", [(4, 8, 12), (2, 3, 4, 5, 6)])
-def test_a_part_of_short_rows_loses_its_padding_and_no_prediction_changes(build, batches, lengths):
+def test_a_micro_batch_of_short_rows_loses_padding_and_no_prediction_changes(build, batches, lengths):
     model = build(labels=3).double().eval()
     model.identity.lengths = lengths
     wide = {name: functional.pad(batches[0][name], (0, 12)) for name in ("input_ids", "attention_mask")}

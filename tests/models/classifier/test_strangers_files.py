@@ -1,4 +1,4 @@
-"""Files as strangers have them: each is read well, or refused by one line that says what to do.
+"""Files of strangers are read well, or refused by one line that says what to do.
 
 The line about the data names what was left out.
 """

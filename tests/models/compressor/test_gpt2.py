@@ -1,4 +1,4 @@
-"""GPT-2's weights in the reader: the same vectors as transformers computes from the same files."""
+"""A reader with GPT-2's weights computes the vectors of transformers from the same files."""
 
 import json
 

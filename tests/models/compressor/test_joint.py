@@ -25,7 +25,7 @@ def _close(ours, theirs, bound=1e-12):
 
 
 @pytest.mark.parametrize(("objective", "target", "reading"), KINDS)
-def test_gradients_of_the_parts_add_up_to_those_of_the_whole(build, batch, gradients, objective, target, reading):
+def test_gradients_of_micro_batches_add_up_to_those_of_the_whole(build, batch, gradients, objective, target, reading):
     model = build(objective=objective, target=target, reading=reading, masks=3, kept_weight=0.1)
     prepared = model.prepare_batch(batch)
     whole = model.training_step(prepared)

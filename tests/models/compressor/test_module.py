@@ -63,7 +63,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("objective", [slow("reinforce"), "relaxed"])
-def test_training_in_parts_is_training_whole(build, batch, tmp_path, objective):
+def test_training_in_micro_batches_is_training_whole(build, batch, tmp_path, objective):
     runs = []
     for strategy in ("auto", UnifiedStrategy(micro_batch_size=2, predict=False)):
         model = build(objective=objective, schedule="constant")

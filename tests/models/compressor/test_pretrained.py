@@ -44,7 +44,7 @@ def little(monkeypatch):
     return build
 
 
-def test_parts_add_up_and_pads_change_nothing_under_a_llama(little, batch, gradients, padded):
+def test_micro_batches_add_up_and_pads_change_nothing_under_a_llama(little, batch, gradients, padded):
     model = little(objective="reinforce")
     prepared = model.prepare_batch(batch)
     whole = model.training_step(prepared)["loss"]

@@ -1,4 +1,4 @@
-"""A user's files become rows: bad lines are named, copies and leaks left out, long examples named."""
+"""A user's files become rows; bad lines and long examples are named, copies left out."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The fine-tune on Python's documentation: its record, and a short run that learns from packaged weights."""
+"""The fine-tune on Python's documentation: its record, and a short run on packaged weights."""
 
 import json
 import subprocess

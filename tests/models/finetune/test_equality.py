@@ -1,13 +1,16 @@
-"""Loss and gradients are those of a plain loop with transformers and peft, one conversation at a time."""
+"""Loss and gradients equal those of a plain loop over single conversations.
+
+The loop uses transformers and peft.
+"""
 
 import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
 from tests.support.finetune import chats, data, fit
+from tests.support.finetune.plain_loop import check_plain_loop, tuned
 from tests.support.grpo.training import Gradients
 from tests.support.lanes import slow
-from tests.support.plain_finetune import check_plain_loop, tuned
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""Families that scale, cap or cast their logits have the gradients of a plain loop of transformers."""
+"""Families that scale, cap or cast logits have the gradients of a plain loop."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from lightning_unified.models.causal_lm.language_model import check_head, linear_logits
 from lightning_unified.models.causal_lm.weights import build_language_model
 from tests.support.finetune import TINY, build, chats, data, fit
-from tests.support.plain_finetune import NoFloat32, check_plain_loop
+from tests.support.finetune.plain_loop import NoFloat32, check_plain_loop
 
 COMMON = {**TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CAPPED = {"head_dim": 8, "final_logit_softcapping": 3.0}

@@ -1,4 +1,4 @@
-"""Finetune under a Trainer: presets, checkpoints, resumes, and refusals before the first step."""
+"""Finetune under a Trainer: presets, checkpoints, resumes, refusals before the first step."""
 
 import pytest
 import torch

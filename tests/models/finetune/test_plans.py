@@ -1,4 +1,4 @@
-"""Plans of fine-tuning: presets need no weights, and a simulated run takes the memory that was predicted."""
+"""Plans of fine-tuning need no weights, and a simulated run takes the predicted memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A fine-tuned model in use: answers, evaluation beside its base, and files that other libraries read."""
+"""Use of a fine-tuned model: answers, evaluation beside its base, files for other libraries."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_unified.callbacks import RunCheckpoint
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.causal_lm.weights import build_language_model
 from lightning_unified.models.finetune import __main__ as command
 from lightning_unified.models.finetune.data.rows import ExampleRows
@@ -16,7 +17,6 @@ from lightning_unified.models.finetune.use.evaluation import evaluate, held_out
 from lightning_unified.models.finetune.use.export import merged, write_adapters, write_merged
 from lightning_unified.models.finetune.use.talk import pieces_of_text
 from lightning_unified.models.pretrained.adapters import adapters_off
-from lightning_unified.models.sampling import Sampling
 from tests.support.finetune import TINY, build, chats, conversations, data, fit
 from tests.support.grpo.training import grpo
 
@@ -32,7 +32,7 @@ COUNTS = {"batch_size": 3, "samples": 2, "max_new_tokens": 5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a base model, conversations, and checkpoints of three kinds of training."""
+    """Return a folder with a base model, conversations, and checkpoints of three trainings."""
     path = tmp_path_factory.mktemp("finetune")
     torch.manual_seed(5)
     build_language_model(TINY).save_pretrained(path / "model")

@@ -10,10 +10,10 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_unified.data.documents import record as layout
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.gearhead.__main__ import main
 from lightning_unified.models.gearhead.diagnoser import Diagnoser
 from lightning_unified.models.gearhead.module import GearHead
-from lightning_unified.models.sampling import Sampling
 from tests.support.programs import run_program
 
 GREEDY = Sampling(max_new_tokens=60, temperature=0)

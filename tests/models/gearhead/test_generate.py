@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.data.documents.record import EOS_ID
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.gearhead.generate import generate
-from lightning_unified.models.sampling import Sampling
 from lightning_unified.nn.token_log_probs import filter_logits
 
 GREEDY = Sampling(max_new_tokens=20, temperature=0)

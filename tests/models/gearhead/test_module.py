@@ -46,7 +46,7 @@ def _gradients(model):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 @pytest.mark.parametrize("preset", ["gearhead-small", "gearhead-text"])
-def test_gradients_of_the_parts_add_up_to_those_of_the_whole(build, batch, rows, preset):
+def test_gradients_of_micro_batches_add_up_to_those_of_the_whole(build, batch, rows, preset):
     model = build(preset).double()
     whole_loss = model.training_step(batch)
     whole_loss.backward()

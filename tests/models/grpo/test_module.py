@@ -58,7 +58,23 @@ def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
     torch.testing.assert_close(weights_of(module), own, rtol=1e-9, atol=1e-9)
 
 
-def test_what_is_logged_of_a_cut_batch_is_that_of_the_whole():
+def test_logged_shares_are_summed_even_where_rounding_makes_them():
+    logged = Logged()
+    module = grpo(policy(adapters=True), beta=0.1)
+    fit(module, loader_of(TWO), steps=1, callbacks=[logged])
+    shares = {
+        name
+        for name in logged.steps[0]
+        if name.removeprefix("train/") in ("loss", "clipped", "entropy", "kl", "sampling_gap")
+    }
+
+    assert len(shares) == 5
+    assert {name: module.configure_micro_batches("fit").merge.logs.get(name) for name in shares} == dict.fromkeys(
+        shares, "sum"
+    )
+
+
+def test_what_is_logged_of_a_split_batch_is_that_of_the_whole():
     runs = []
     for size in (None, 3):
         module = grpo(policy(adapters=True), beta=0.1)

@@ -42,7 +42,7 @@ def test_a_group_tells_nothing_whose_rewards_are_the_same_but_for_rounding():
     assert informative_groups(rewards, group_size=2).tolist() == [False, True]
 
 
-def test_the_losses_of_parts_add_up():
+def test_the_losses_of_micro_batches_add_up():
     objective, batch = Objective(clip_low=0.1, clip_high=0.3, beta=0.2), _batch()
     total = int(batch["mask"].sum())
     whole = objective(**batch, total=total)

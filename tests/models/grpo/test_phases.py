@@ -1,4 +1,4 @@
-"""Supervised steps come first, then steps of rewards; a resumed run goes on where it stopped."""
+"""Supervised steps precede steps of rewards; a resumed run continues where it stopped."""
 
 import copy
 

@@ -8,6 +8,7 @@ import torch
 
 from lightning_unified.models.grpo import GRPO
 from lightning_unified.models.grpo import module as grpo_module
+from lightning_unified.models.grpo.rollout.sampling_module import spare_bytes
 from tests.support.grpo.training import (
     grpo,
     prompts,
@@ -34,7 +35,7 @@ def test_a_copy_of_a_module_samples_from_its_own_policy():
 
 
 def test_what_the_sampler_keeps_is_counted_and_given_back(monkeypatch):
-    monkeypatch.setattr(grpo_module, "_spare_bytes", lambda _module: 2**30)
+    monkeypatch.setattr(grpo_module, "spare_bytes", lambda _module: 2**30)
     module = grpo(sampler=None)
     module.prepare_batch(prompts())
     kept = module.kept_bytes
@@ -57,4 +58,4 @@ def test_the_sampler_may_keep_what_the_plan_leaves_where_there_are_graphs(monkey
     monkeypatch.setattr(GRPO, "device", torch.device(device))
     module._trainer = SimpleNamespace(strategy=strategy)
 
-    assert grpo_module._spare_bytes(module) == spare
+    assert spare_bytes(module) == spare

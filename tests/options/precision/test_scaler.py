@@ -136,7 +136,7 @@ def test_what_a_fused_optimizer_was_handed_does_not_outlive_the_failed_step(monk
     assert not any(left)
 
 
-def test_steps_that_only_skip_end_the_run_and_a_scale_below_one_is_told():
+def test_steps_that_only_skip_end_the_run_and_a_scale_below_one_is_warned_about():
     module = fresh(spoilt=range(100))
     before = weights(module)
     health = GradientHealth(scaler_patience=20, check_every=6)

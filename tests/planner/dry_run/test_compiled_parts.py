@@ -1,4 +1,4 @@
-"""Compiled modules in a dry run: what their graphs keep, and compiled functions that no module holds."""
+"""Compiled modules in a dry run: tensors saved by their graphs; functions without a module."""
 
 import lightning as L
 import pytest
@@ -59,7 +59,7 @@ def kept_bytes(module, recompute=None):
 
 
 def really_kept_bytes(module):
-    """Return the bytes of the tensors that a real forward pass saves, weights and the batch left out."""
+    """Return the bytes that a real forward pass saves, without weights and batch."""
     torch.compiler.reset()
     given, own = batch(), {one.untyped_storage().data_ptr() for one in module.parameters()}
     own.add(given["x"].untyped_storage().data_ptr())

@@ -1,4 +1,4 @@
-"""A dry run answers reads of tensors' values, and refuses steps that it cannot run without them."""
+"""A dry run answers reads of tensor values, and refuses steps that need unknown ones."""
 
 import numpy as np
 import pytest

@@ -73,7 +73,7 @@ def test_a_plan_that_no_other_setting_can_beat_has_no_other_traced(traced):
     assert traced == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
 
 
-def test_a_batch_is_not_traced_in_parts_where_the_whole_of_it_is_faster_in_any_case(traced):
+def test_a_batch_is_not_traced_split_where_the_whole_is_always_faster(traced):
     best = chosen(share=0.9, layers=4, launch=1e-9, part=1.0)
 
     assert (best.recompute, best.parts) == ("2 of 4 blocks", 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.recovery import gpu_faults
+from benchmarks.recovery.gpu import faults as gpu_faults
 
 
 @pytest.mark.parametrize("kind", gpu_faults.KINDS)

@@ -182,7 +182,7 @@ def plan(size):
     }
 
 
-def test_the_fewest_parts_that_fit_are_found_from_the_next_fewer_on_and_by_halves():
+def test_the_fewest_micro_batches_that_fit_are_found_by_halves():
     found, tried, verdict = outcome(fits_up_to=41, planned=plan(10))
 
     assert found["planned"]["parts"] == 10
@@ -191,7 +191,7 @@ def test_the_fewest_parts_that_fit_are_found_from_the_next_fewer_on_and_by_halve
     assert verdict["ratio"] == 3 / 10
 
 
-def test_nothing_more_is_tried_once_the_next_fewer_parts_do_not_fit():
+def test_the_search_ends_once_the_next_fewer_micro_batches_do_not_fit():
     found, tried, verdict = outcome(fits_up_to=31, planned=plan(24))
 
     assert tried == [32]
@@ -199,7 +199,7 @@ def test_nothing_more_is_tried_once_the_next_fewer_parts_do_not_fit():
     assert verdict["ratio"] == 1
 
 
-def test_a_size_that_cuts_the_batch_no_otherwise_is_not_tried():
+def test_a_size_that_splits_the_batch_equally_is_not_tried():
     assert outcome(fits_up_to=96, planned=plan(48))[1] == [96]
 
 

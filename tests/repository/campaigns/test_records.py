@@ -22,7 +22,7 @@ def table(first):
     return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
 
 
-def test_the_page_tells_of_the_faults_what_the_record_says():
+def test_the_page_states_the_recorded_figures_of_faults():
     totals = record("fault_campaign")["totals"]
     stated = table("fault")
 
@@ -31,7 +31,7 @@ def test_the_page_tells_of_the_faults_what_the_record_says():
         assert cells == {name: cell(totals[kind][name]) for name in cells}, kind
 
 
-def test_the_page_tells_of_the_pressure_what_the_record_says():
+def test_the_page_states_the_recorded_figures_of_pressure():
     seconds = record("pressure_campaign")["totals"]["seconds"]
     stated = table("seconds")
 
@@ -60,7 +60,7 @@ def test_the_record_of_pressure_has_enough_runs_that_all_learn_the_same():
     assert {run["steps_lost"] for run in runs} == {0}
 
 
-def test_the_page_on_weights_tells_what_the_record_says():
+def test_the_page_on_weights_states_the_recorded_figures():
     found = json.loads((ROOT / "benchmarks" / "weight_files" / "memory.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "explanation" / "weight_files.md").read_text(encoding="utf-8")
     ours = [run for run in found["runs"] if run["way"] in {"pretrained", "inference", "resume", "save"}]

@@ -1,4 +1,4 @@
-"""The code blocks of the manual and of the root's pages, with what their pages say about running them.
+"""Code blocks of the manual and of the root's pages, with their pages' remarks on running.
 
 A block's language says what CI does with it:
 
@@ -33,7 +33,7 @@ _COMMENT = re.compile(r"<!-- (not run:|setup)\s((?:(?!-->).)*)-->\s*\Z", re.DOTA
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block: its place, language and code, the reason not to run it, and the code to run before it."""
+    """A fenced block: place, language, code, reason not to run it, and code to run before it."""
 
     page: Path
     line: int

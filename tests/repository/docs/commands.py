@@ -1,4 +1,4 @@
-"""Check a command of the manual without running it: parser, configuration, Makefile, extras, files."""
+"""Check a command of the manual unrun: parser, configuration, Makefile, extras, files."""
 
 import argparse
 import contextlib
@@ -77,6 +77,8 @@ def problem_of(words: list[str]) -> str:
     program, *rest = words
     if PYTHON.match(program):
         return _of_python(rest)
+    if program == "torchrun":
+        return _of_torchrun(rest)
     if program.endswith("lightning-unified"):
         return _of_module("lightning_unified", rest)
     if program == "make":
@@ -165,7 +167,7 @@ def _composes(overrides: tuple[str, ...], *, sweep: bool) -> str:
 
 @functools.cache
 def _keys(chosen: tuple[str, ...]) -> set[str]:
-    """Return the keys, and the keys that hold keys, of the configuration that these choices compose."""
+    """Return the keys, and the keys that hold keys, of the configuration of these choices."""
     with searching(str(ROOT / "conf")):
         leaves = flat(composed(list(chosen)).config)
     return {".".join(key.split(".")[:count]) for key in leaves for count in range(1, key.count(".") + 2)}
@@ -175,6 +177,17 @@ def _keys(chosen: tuple[str, ...]) -> set[str]:
 def _groups() -> dict[str, list[str]]:
     with searching(str(ROOT / "conf")):
         return groups()
+
+
+def _of_torchrun(words: list[str]) -> str:
+    from torch.distributed.run import get_args_parser
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            parsed = get_args_parser().parse_args(words)
+        except SystemExit:
+            return said.getvalue().strip().splitlines()[-1]
+    return _of_python([parsed.training_script, *parsed.training_script_args])
 
 
 def _of_make(rest: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The tutorials are stored with the outputs of a whole run; `make tutorials` runs them and compares."""
+"""Tutorials are stored with the outputs of a whole run; `make tutorials` compares them."""
 
 import copy
 import json

@@ -15,7 +15,7 @@ def is_private(name: str) -> bool:
 
 
 def uses(root: Path) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Return the imported private names, with all their dots, and the private attributes of others' objects.
+    """Return imported private names, in full, and private attributes of others' objects.
 
     Each has the files that use it. An attribute of `self`, `cls` or `super()` is ours if the package defines its name, and an attribute of
     another object if the same file does.

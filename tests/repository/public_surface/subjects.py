@@ -31,6 +31,13 @@ __all__ = ["SUBJECTS", "Subject", "check", "key_lines", "parsers", "record", "re
 
 HERE = Path(__file__).parent
 PUBLIC_MODULES = ("lightning_unified", "lightning_unified.strategies", "lightning_unified.callbacks")
+MODEL_MODULES = (
+    "lightning_unified.data",
+    *(
+        f"lightning_unified.models.{name}"
+        for name in ("classifier", "compressor", "finetune", "gearhead", "grpo", "wordle")
+    ),
+)  # names only: their arguments are keys of the configuration
 SIMULATED = "m1-8gb"  # doctor looks at this machine, so that the keys do not depend on the one that runs the tests
 ENVIRONMENT = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"}  # doctor warns of it: `environment` has an entry with keys
 SMALL_RUN = (
@@ -58,6 +65,9 @@ def python_lines() -> list[str]:
             if id(value) not in described:
                 described.add(id(value))
                 lines.extend(f"        {line}" for line in _members(value))
+    for module_name in MODEL_MODULES:
+        lines.append(f"{module_name}:")
+        lines.extend(f"    {name}" for name in sorted(importlib.import_module(module_name).__all__))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""GPU faults that raise nothing, in simulated Macs: detected, undone and repeated, or the run stops."""
+"""GPU faults that raise nothing are detected, undone and repeated, or stop the run."""
 
 import copy
 import pickle

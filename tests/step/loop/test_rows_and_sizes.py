@@ -1,4 +1,4 @@
-"""Batches of unusual structure are split between samples, and a module that is not split runs whole."""
+"""Batches of unusual structure are split between samples; an unsplit module runs whole."""
 
 import lightning as L
 import pytest
@@ -17,7 +17,7 @@ def boxes(count: int):
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_detection_batches_are_cut_between_samples(stacked):
+def test_detection_batches_are_split_between_samples(stacked):
     """The number of boxes or channels is no batch dimension.
 
     A sample has as many boxes as the batch has rows, and images have three channels.
@@ -61,7 +61,7 @@ def test_a_shared_tensor_that_comes_first_is_not_taken_for_the_batch():
     same_cut_and_whole(Weighs, loader=lambda: DataLoader(MLP.loader().dataset, batch_size=8, collate_fn=collate))
 
 
-def test_a_second_module_under_the_same_trainer_is_cut_by_its_own_rules():
+def test_a_second_module_under_the_same_trainer_is_split_by_its_own_rules():
     class Pairs(MLP):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(unit=2)
@@ -90,7 +90,7 @@ def test_a_size_below_the_modules_unit_is_refused():
         run(Pairs, UnifiedStrategy(micro_batch_size=3))
 
 
-def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cut():
+def test_a_batch_of_unknown_rows_runs_whole_in_a_module_that_is_not_split():
     class Whole(L.LightningModule):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(splittable=False)

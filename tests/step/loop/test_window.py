@@ -104,7 +104,7 @@ def test_a_batch_without_a_term_adds_nothing():
     assert weights(module).isfinite().all()
 
 
-def test_a_module_whose_terms_are_unknown_is_told_to_declare_them():
+def test_a_module_with_unknown_terms_is_asked_to_declare_them():
     class Sums(RaggedTokens):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(loss_is_sum=True, prepare=self.with_totals)

@@ -196,7 +196,7 @@ def test_prepare_that_does_not_fit_is_named():
 
 
 @pytest.mark.parametrize(("what", "name"), [("transfer_batch_to_device", "the batch itself"), ("to", "the weights")])
-def test_what_cannot_be_cut_is_tried_twice_and_then_named(what, name, monkeypatch):
+def test_a_batch_that_cannot_be_split_is_tried_twice_and_then_named(what, name, monkeypatch):
     def refuse(self, *_args, **_kwargs):
         raise RuntimeError(
             "MPS backend out of memory (MPS allocated: 1.00 GB). Tried to allocate 4 bytes on shared pool."

@@ -158,7 +158,7 @@ class OtherPrograms(L.Callback):
         self.machine.peak = 2.0 + 0.75 * trainer.strategy.micro_batch_size
 
 
-def test_a_run_makes_room_for_other_programs_and_takes_it_back(monkeypatch):
+def test_a_run_releases_memory_for_other_programs_and_takes_it_back(monkeypatch):
     """Without any callback of this package: the strategy follows by itself."""
     machine = Machine(monkeypatch, device="cpu", peak=14.0)
     others, strategy = OtherPrograms(machine), UnifiedStrategy(budget="leave 6GiB")

@@ -35,7 +35,7 @@ def test_what_failed_is_halved_until_it_fits():
     assert sizes.micro_batches(shape(32)) == [4] * 8
 
 
-def test_after_enough_batches_one_part_fewer_is_tried_and_kept_if_it_fits():
+def test_after_enough_batches_one_micro_batch_fewer_is_tried_and_used_if_it_fits():
     sizes = MicroBatchSize("auto")
     run(sizes, shape(32), most=7)
     tried = {size for _ in range(400) for size in run(sizes, shape(32), most=7)}
@@ -62,7 +62,7 @@ def test_longer_rows_learn_from_shorter_ones_and_not_the_other_way_round():
     assert sizes.micro_batch_size(shape(16, elements=50)) == 16  # not known to fail
 
 
-def test_what_fits_long_rows_is_used_for_shorter_ones_at_once():
+def test_a_size_that_fits_long_rows_is_used_for_shorter_ones_without_a_trial():
     sizes = MicroBatchSize("auto")
     run(sizes, shape(15, elements=100), most=1500)
     run(sizes, shape(16, elements=90), most=1400)
@@ -162,7 +162,7 @@ def test_another_run_goes_on_with_the_same_sizes(history, unit):
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(8, [2, 2, 2, 2]), (5, [3, 2]), (3, [3]), (1, [1])])
-def test_no_part_has_fewer_rows_than_its_layers_need(rows, parts):
+def test_no_micro_batch_has_fewer_rows_than_its_layers_need(rows, parts):
     sizes = MicroBatchSize(2)
     sizes.keep_together(1, least=2, whose="Module")
 

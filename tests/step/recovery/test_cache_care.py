@@ -56,7 +56,7 @@ def test_much_that_is_held_for_nothing_is_cleared_and_said_once():
     device.now += 1000
     again = device.batch()
 
-    assert said == ["caches cleared: 4.00 GiB were held beyond what tensors needed"]
+    assert said == ["caches cleared: 4.00 GiB were held beside the tensors"]
     assert (device.released, device.care.clears, again) == (2, 2, [])
 
 
@@ -72,7 +72,7 @@ def test_pressure_makes_it_thriftier():
     device = Device()
     device.reserved, device.care.pressed = 5.0, True
 
-    assert device.batch() == ["caches cleared: 1.00 GiB were held beyond what tensors needed, while memory is short"]
+    assert device.batch() == ["caches cleared: 1.00 GiB were held beside the tensors, while memory is short"]
 
 
 def test_quick_batches_are_looked_at_once_a_second():

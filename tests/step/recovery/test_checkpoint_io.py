@@ -93,7 +93,7 @@ def test_memory_that_runs_out_twice_while_saving_is_a_failed_write(tmp_path, mon
 
 
 def test_what_cannot_be_saved_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be saved; the text before says what"):
+    with pytest.raises(CheckpointError, match="cannot be saved; the text before names it"):
         AtomicCheckpointIO().save_checkpoint({"f": lambda: 0}, tmp_path / "a.ckpt")
 
     assert names(tmp_path) == []

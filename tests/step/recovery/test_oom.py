@@ -151,7 +151,7 @@ def test_what_was_asked_for_is_read_from_the_text(text, count):
     assert requested_bytes(text) == count
 
 
-def test_what_is_caught_is_told_and_its_frames_are_gone():
+def test_a_caught_error_is_described_and_its_frames_are_freed():
     def asks_too_much():
         large = torch.ones(1000)
         alive.append(weakref.ref(large))

@@ -94,7 +94,7 @@ def test_recovery_can_be_switched_off():
         run(MLP, Fails("forward"), recover=False)
 
 
-def test_batch_norm_refuses_to_be_cut_unless_it_is_accepted():
+def test_batch_norm_refuses_a_split_unless_it_is_accepted():
     torch.manual_seed(0)
     module = Stateful().double()
 
@@ -162,7 +162,7 @@ def test_prepare_runs_once_even_if_the_step_is_repeated():
     assert module.prepared == 6
 
 
-def test_units_are_not_cut():
+def test_units_are_not_split():
     class Pairs(MLP):
         sizes = set()
 

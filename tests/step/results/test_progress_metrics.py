@@ -1,4 +1,4 @@
-"""Metrics of the progress bar have the values of plain Lightning, and are copied when they are read."""
+"""Metrics of the progress bar equal those of plain Lightning, and are copied when read."""
 
 import copy
 

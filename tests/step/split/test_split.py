@@ -29,7 +29,7 @@ class Record:
 
 
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 7))
-def test_parts_cover_the_batch_evenly_and_never_exceed_the_limit(units, limit_units, unit):
+def test_micro_batches_cover_the_batch_evenly_within_the_largest_size(units, limit_units, unit):
     rows, limit = units * unit, limit_units * unit
     sizes = split_rows(rows, micro_batch_size=limit, unit=unit)
 

@@ -1,4 +1,4 @@
-"""MPS's allocator since torch 2.14, written from its source a second time, function by function.
+"""MPS's allocator since torch 2.14, written anew from its source, function by function.
 
 Names are those of torch's MPSAllocator.h and MPSAllocator.mm, so that the two can be read side by side. One stream, and a GPU
 that has finished all its work. Slow. The model in `hardware/allocators/metal/placement.py` is compared with it.

@@ -1,4 +1,4 @@
-"""Modules that draw random numbers in their step, and modules whose rows depend on each other."""
+"""Modules that draw random numbers in their step, and modules with dependent rows."""
 
 import random
 

@@ -122,7 +122,7 @@ class Shortage(L.Callback):
             torch.cuda.set_per_process_memory_fraction(left / torch.cuda.get_device_properties(0).total_memory)
 
 
-def test_a_recording_that_runs_out_of_memory_is_repeated_in_smaller_parts():
+def test_a_recording_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches():
     ours, graphs = Module(width=256, depth=6), CudaGraphs()
     plain, count, strategy = copy.deepcopy(ours), Count(graphs), UnifiedStrategy(budget="8GiB", recompute=False)
     size = {"rows": 64, "length": 256, "steps": 2 * SETTLED + 4}

@@ -61,7 +61,7 @@ def test_plain_lightning_dies_under_the_same_cap():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_the_budget_caps_the_allocator_and_the_run_goes_on_in_parts(precision):
+def test_the_budget_caps_the_allocator_and_the_run_continues_in_micro_batches(precision):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_the_budget_caps_the_allocator_and_the_run_goes_on_in_parts(precision):
     assert torch.isfinite(trainer.callback_metrics["loss"])
 
 
-def test_parts_give_the_gradients_of_the_whole_on_a_gpu():
+def test_micro_batches_give_the_gradients_of_the_whole_on_a_gpu():
     losses = {}
     for size in (64, 24, 7):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ class Evaluates(Wide):
         return torch.utils.data.DataLoader(torch.randn(128, 768, 64), batch_size=128)
 
 
-def test_a_validation_that_does_not_fit_runs_in_parts_on_a_gpu():
+def test_a_validation_that_does_not_fit_runs_in_micro_batches_on_a_gpu():
     torch.cuda.empty_cache()
     strategy = UnifiedStrategy(budget=600 * MIB, micro_batch_size=8)
     trainer = L.Trainer(strategy=strategy, max_steps=4, num_sanity_val_steps=0, **QUIET)

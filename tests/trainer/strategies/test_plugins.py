@@ -211,7 +211,7 @@ class Counts(MixedPrecision):
 
 
 @pytest.mark.parametrize("strategy", ["auto", UnifiedStrategy])
-def test_a_users_precision_plugin_runs_each_part_of_a_step(strategy):
+def test_a_users_precision_plugin_runs_each_micro_batch(strategy):
     plugin = Counts()
     trainer = trainer_of(
         strategy=strategy if strategy == "auto" else strategy(), plugins=[plugin], enable_checkpointing=False

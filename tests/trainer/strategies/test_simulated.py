@@ -80,7 +80,7 @@ def undivided():
         slow("gb10-128gb", None, "40MiB", "OutOfMemoryError: CUDA out of memory."),
     ],
 )
-def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(
+def test_a_batch_that_does_not_fit_is_split_and_trains_the_same(
     machine, version, budget, words, undivided, caplog, monkeypatch
 ):
     if version is not None:
@@ -96,7 +96,7 @@ def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(
     assert strategy.simulated.allocator.peak <= strategy.budget.bytes
 
 
-def test_a_batch_that_fits_is_not_cut_and_trains_bit_for_bit_the_same(undivided):
+def test_a_batch_that_fits_is_not_split_and_trains_bit_for_bit_the_same(undivided):
     strategy = UnifiedStrategy(simulate="m2-16gb")
     module = fit(strategy)
 

@@ -34,7 +34,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def lightning_strategies(monkeypatch):
-    """The name of Lightning's strategies, which are imported anew during the test; ours are not among them yet."""
+    """The names of Lightning's strategies, imported anew during the test, without ours."""
     name = "lightning.pytorch.strategies"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("lightning.pytorch.strategies", sys)  # restored afterwards; the import sets it
@@ -254,7 +254,7 @@ def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
     assert "micro-batches of 2 rows from here on" in strategy.events[-1]
 
 
-def test_a_module_that_cannot_be_cut_goes_on_above_its_budget_and_says_so():
+def test_a_module_that_cannot_be_split_exceeds_its_budget_and_reports_it():
     class Whole(BoringModel):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(splittable=False)
@@ -313,7 +313,7 @@ def test_bad_arguments_say_what_is_allowed(options, text):
         UnifiedStrategy(**options)
 
 
-def test_the_plan_tells_what_was_chosen_and_why():
+def test_the_plan_states_the_choice_and_the_reason():
     trainer = L.Trainer(strategy=UnifiedStrategy(micro_batch_size=4, budget="60%"), max_steps=2, **QUIET)
     trainer.fit(BoringModel())
     plan = trainer.strategy.plan.to_dict()

@@ -144,7 +144,7 @@ def _copies(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _is_depth_wise(source: Tensor, weight: Tensor, *, groups: int, transposed: bool) -> bool:
-    """Return whether torch's own kernels run: a group for each channel, in torch's default layout."""
+    """Return whether torch's own kernels run: one group per channel, in torch's default layout."""
     own = groups > 1 and groups == source.shape[1] and weight.shape[0] % groups == 0
     return own and not transposed and not is_channels_last(source)
 

@@ -36,7 +36,10 @@ _OWN_ROWS, _OWN_ENTRIES, _OWN_KERNEL = 16, 20480, 3  # torch uses its own kernel
 
 @dataclass(frozen=True, slots=True)
 class _Convolution:
-    """One call: input (of a transposed convolution too, the tensor convolved), weight and parameters."""
+    """One call: input, weight and parameters.
+
+    The input is the convolved tensor, also for a transposed convolution.
+    """
 
     source: Tensor
     weight: Tensor
@@ -66,7 +69,7 @@ class _Convolution:
 
     @property
     def few(self) -> bool:
-        """Whether the input has less than a block of channels, so the result is computed without a copy."""
+        """Whether the input has less than a block of channels; the result then needs no copy."""
         return self.source.shape[1] < _BLOCK and self.groups == 1 and not self.point
 
     @property
@@ -89,14 +92,14 @@ class _Convolution:
 
     @property
     def image(self) -> int:
-        """Bytes of one image of the input at the result's positions, for a one-point kernel with strides."""
+        """Bytes of an input image at the result's positions, for a one-point kernel with strides."""
         if not self.point or not self.strided:
             return 0
         return self.source.shape[1] * prod(self.output.shape[2:]) * self.source.element_size()
 
 
 def cpu_convolution(call: Call) -> tuple[int, ...]:
-    """Return the blocks of a convolution beside its output: copies of operands, or the output twice."""
+    """Return a convolution's blocks beside its output: copies of operands, or the output twice."""
     source, weight, stride, dilation, transposed, groups = (call.args[index] for index in (0, 1, 3, 5, 6, 8))
     output = call.results[0]
     one = _described(source, weight, output, stride, dilation, transposed=transposed, groups=groups)
@@ -112,7 +115,7 @@ def cpu_convolution(call: Call) -> tuple[int, ...]:
 
 
 def cpu_convolution_backward(call: Call) -> tuple[int, ...]:
-    """Return the blocks of a convolution's backward beside the gradients: the larger of two passes."""
+    """Return the backward pass's blocks beside the gradients: those of the larger of two passes."""
     gradient, source, weight, stride, dilation, transposed, groups, mask = (
         call.args[index] for index in (0, 1, 2, 4, 6, 7, 9, 10)
     )

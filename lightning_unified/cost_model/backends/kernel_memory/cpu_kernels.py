@@ -58,7 +58,7 @@ def _mean(call: Call) -> int:
 
 
 def _sum(call: Call) -> int:
-    """Return the bytes of a copy of the input in the requested dtype, if it differs from the input's."""
+    """Return the bytes of a copy of the input in the requested dtype; 0 without a conversion."""
     return (
         call.args[0].numel() * call.results[0].element_size() if call.results[0].dtype is not call.args[0].dtype else 0
     )
@@ -70,7 +70,7 @@ def _batch_norm_backward(call: Call) -> int:
 
 
 def _upsample(call: Call) -> int:
-    """Return the bytes of channels-last copies of input and output, unless they have that layout."""
+    """Return the bytes of channels-last copies of input and output; 0 if they have that layout."""
     source, output = call.args[0], call.results[0]
     return 0 if not source.is_contiguous() else byte_count(source) + byte_count(output)
 

@@ -38,7 +38,9 @@ _TOPK_DIGITS, _TOPK_THREADS, _TOPK_BLOCKS_A_MULTIPROCESSOR = 256, 256, 6
 
 
 def _flash_backward(call: Call) -> int:
-    """Return the bytes of the queries' gradient in float32, and of expanded grouped keys and values.
+    """Return the bytes of the float32 gradient of queries, and of expanded keys and values.
+
+    Grouped keys and values are expanded.
 
     Queries are rounded up to 128 and head entries to 32; each query adds one float32.
 
@@ -88,7 +90,7 @@ def _efficient_backward(call: Call) -> Order:
 
 
 def _embedding_backward(call: Call) -> tuple[int, ...]:
-    """Return sorted indices with radix-sort buffers, six lists of segments, and float32 partial sums.
+    """Return sorted indices with sort buffers, six lists of segments, and float32 partial sums.
 
     Source: `embedding_dense_backward_cuda` and `EmbeddingBackwardKernel.cu` of torch; up to 3,072 indices are added in place.
     """
@@ -176,7 +178,9 @@ def _euclidean_distances(call: Call) -> Order:
 
 
 def _converted(call: Call) -> Order:
-    """Return the bytes of a copy of the input in the result's dtype; sums read half precision without one.
+    """Return the bytes of a copy of the input in the result's dtype.
+
+    Sums read half precision without a copy.
 
     Source: `make_reduction_from_ty` and `impl_func_cum_ops` in torch's `native/ReduceOps.cpp`; an H200's allocations of sums of
     booleans.

@@ -74,7 +74,7 @@ def asked_workspace(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> int | None:
-    """Return the bytes of a convolution's workspace as cuDNN states them, or None where it cannot be asked.
+    """Return the bytes of a convolution's workspace as cuDNN states them; None if it cannot say.
 
     Args:
         which: The forward pass, or the pass for the gradient of the input or of the weight.

@@ -16,7 +16,7 @@ class MetalPools(Pools, Protocol):
     """Interface of both models of MPS's allocator."""
 
     def take(self, size: int, limits: MetalLimits) -> Block | None:
-        """Return a block of a rounded size within the watermarks, reused or new; None if memory is out."""
+        """Return a reused or new block of a rounded size; None if the watermarks leave no room."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""Model MPS's allocator of torch 2.11 to 2.13: Metal places the blocks, a freed block is reused whole."""
+"""Model MPS's allocator of torch 2.11 to 2.13, in which Metal places the blocks.
+
+A freed block is reused whole.
+"""
 
 import bisect
 from typing import cast
@@ -102,7 +105,10 @@ class _Heap(Home):
 
 
 class _Rooms:
-    """Heaps ordered by their room, then by age: a replay looks for room more often than heaps are opened."""
+    """Heaps sorted by free bytes, then by age.
+
+    Replays search for free bytes far more often than they open heaps.
+    """
 
     def __init__(self) -> None:
         self._order: list[tuple[int, int]] = []
@@ -123,6 +129,9 @@ class _Rooms:
         bisect.insort(self._order, (heap.room, heap.number))
 
     def least(self, size: int) -> _Heap | None:
-        """Return the heap with the least room for `size`, the oldest of several; None if none has room."""
+        """Return the heap with the fewest free bytes that `size` fits into; None if there is none.
+
+        Of several such heaps, the oldest is returned.
+        """
         at = bisect.bisect_left(self._order, (size,))
         return self._heaps[self._order[at][1]] if at < len(self._order) else None

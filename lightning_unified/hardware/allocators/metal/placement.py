@@ -1,4 +1,4 @@
-"""Model MPS's allocator since torch 2.14: it places buffers itself, splits and joins free ranges."""
+"""Model MPS's allocator since torch 2.14, which places buffers, and splits and joins ranges."""
 
 import math
 from typing import cast
@@ -16,24 +16,25 @@ _APART = 1 << 48  # distance between the addresses of two heaps; more than any h
 
 
 class PlacementHeaps:
-    """MPS's allocator since torch 2.14: blocks partition their heaps, whose sizes are those of `sizes.py`.
+    """MPS's allocator since torch 2.14: blocks partition heaps, whose sizes are in `sizes.py`.
 
     - A block above 1 MiB is rounded up to one of 32 sizes between two powers of two, at least to pages of 16 KiB, unless
       that reaches the next class of heaps or Metal's longest buffer.
-    - A freed block keeps its buffer. It is reused as it is if it exceeds the request by less than the least remainder: 256
+    - A freed block keeps its buffer. It is reused unchanged if it exceeds the request by less than the least remainder: 256
       bytes of a small block, 1 MiB of a large one. The block then counts whole.
-    - Otherwise the smallest free range that fits is cut to the request; a smaller remainder than the least stays in the
+    - Otherwise the smallest free range that fits is split at the request. A remainder below the least remainder stays in the
       block.
-    - Otherwise neighbours are joined, in the oldest heap that has enough of them side by side. Freed blocks are not joined
-      before they are needed.
+    - Otherwise neighbours are joined, in the oldest heap that has enough of them side by side. Freed blocks are joined only
+      when they are needed.
     - Otherwise a heap is opened. Only heaps without a live block return to the driver, the oldest first.
 
-    There is no setting that brings the former allocator back.
+    No setting restores the former allocator.
 
-    Not modelled are other streams than the default one, pinned host memory, the pool of scalars, and buffers that the GPU
-    still works on: those can be reused as they are, but neither cut nor joined. So the GPU can reserve more while memory is
-    plentiful; before it fails, the allocator waits for the GPU. Among free ranges of one size torch takes the one whose heap
-    has the lower address in the host's memory; the model takes the older heap, which was not confirmed. Not run on hardware.
+    The model leaves out other streams than the default one, pinned host memory, the pool of scalars, and buffers that the GPU
+    still uses: such buffers can be reused unchanged, but neither split nor joined. The GPU can therefore reserve more while
+    memory is plentiful; before it fails, the allocator waits for the GPU. Among free ranges of one size torch takes the one
+    whose heap has the lower address in host memory. The model takes the older heap, which was not confirmed. Not run on
+    hardware.
 
     Args:
         max_buffer: Metal's longest buffer in bytes; None if unknown.
@@ -111,7 +112,10 @@ class PlacementHeaps:
 
 
 class _Heap(Home):
-    """A heap; `room` is the sum of its free ranges, `longest` at least its longest row of free neighbours."""
+    """A heap: `room` is the sum of its free ranges, `longest` an upper bound of its longest one.
+
+    `longest` counts free neighbours as one range.
+    """
 
     __slots__ = ("longest", "ranges")
 
@@ -122,7 +126,7 @@ class _Heap(Home):
 
 
 class _Range(Block):
-    """A range of a heap, live or free; `cached` says whether a buffer lies on exactly this range."""
+    """A live or free range of a heap; `cached` says whether a buffer covers exactly this range."""
 
     __slots__ = ("cached", "heap")
 
@@ -145,12 +149,12 @@ class _Pool:
         self._free, self._cached = Freed(), Freed()
 
     def reuse(self, size: int) -> _Range | None:
-        """Return a range of `size` from the free ones: whole, cut from a larger one, or joined."""
+        """Return a range of `size` from the free ones: whole, split from a larger one, or joined."""
         found = self._cached.smallest(size)
         if found is None or found.size - size >= self._least:
             found = self._free.smallest(size)
         range_ = self._join(size) if found is None else cast("_Range", found)
-        return None if range_ is None else self._cut(range_, size)
+        return None if range_ is None else self._split_off(range_, size)
 
     def open(self, heap: _Heap, size: int, *, at: int) -> _Range:
         """Return a range of `size` from a new heap at the address `at`."""
@@ -159,7 +163,7 @@ class _Pool:
         heap.ranges.append(whole)
         heap.room = 0
         self._add(whole)
-        return self._cut(whole, size)
+        return self._split_off(whole, size)
 
     def give_back(self, range_: _Range) -> None:
         """Make a live range free; its buffer stays on it."""
@@ -181,7 +185,7 @@ class _Pool:
             closed += heap.size
         return closed
 
-    def _cut(self, range_: _Range, size: int) -> _Range:
+    def _split_off(self, range_: _Range, size: int) -> _Range:
         """Take a free range for a block of `size`.
 
         The remainder stays free, unless it is too small.
@@ -198,7 +202,7 @@ class _Pool:
         return range_
 
     def _join(self, size: int) -> _Range | None:
-        """Return a free range of at least `size`, joined from the first neighbours that amount to it."""
+        """Return a free range of at least `size`, joined from the first neighbours that suffice."""
         for heap in self._heaps:
             if heap.longest < size:
                 continue

@@ -54,7 +54,10 @@ def _classes(sides: Sides) -> str:
 
 
 def _surprises(sides: Sides, names: Sequence[str]) -> list[str]:
-    """Return phrases on classes that validation lacks, and on names that differ only in case or white space."""
+    """Return phrases on classes missing from validation, and on names that are nearly equal.
+
+    Such names differ only in case or white space.
+    """
     lacking = sorted(set(names) - {text.label for text in sides.validation})
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:

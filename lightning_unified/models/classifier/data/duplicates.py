@@ -40,10 +40,8 @@ class Copies:
 def find_copies(texts: Sequence[str], *, kept: int = 0) -> Copies:
     """Return the texts to leave out, so that the remaining texts contain no near copies.
 
-    The first `kept` texts may be copies of each other.
-
-    Texts are taken in order. A text stays unless it is a near copy of a text that stays already. A chain of near copies therefore
-    never removes a text that is similar to none of the others.
+    The first `kept` texts may be copies of each other. Texts are taken in order. A text stays unless it is a near copy of a text
+    that stays already. A chain of near copies therefore never removes a text that is similar to none of the others.
 
     Args:
         texts: All of them; the order decides which of two copies stays.

@@ -31,7 +31,7 @@ class Identity:
         self.file_format = FileFormat()
 
     def take(self, data: Any, network: Network, *, labels: int | None) -> None:
-        """Take names, tokenizer and lengths of a data module, and give the network a head for its labels.
+        """Take names, tokenizer and lengths from a data module; give the network a fitting head.
 
         Args:
             data: Any data module; its `label_names`, `tokenizer`, `padded_lengths`, `text_length` and `file_format` are optional.

@@ -51,10 +51,9 @@ class _Prepared:
 class LabelData(ResumableData):
     """Labelled texts without copies, split by group.
 
-    A batch has `input_ids`, `attention_mask` and `labels`.
-
-    All results depend only on the arguments and the source; the global random state is never used. `duplicates` defines copies,
-    `label_split` the split, `LabelRows` a batch, `ResumableLoader` the loader.
+    A batch has `input_ids`, `attention_mask` and `labels`. All results depend only on the arguments and the source; the global
+    random state is never used. `duplicates` defines copies, `label_split` the split, `LabelRows` a batch, `ResumableLoader` the
+    loader.
 
     Args:
         source: One of `label_sources.SOURCES`.
@@ -135,7 +134,10 @@ class LabelData(ResumableData):
 
     @property
     def learns_tokenizer(self) -> bool:
-        """Whether the tokenizer is learnt from the training texts, so that no pretrained encoder knows its tokens."""
+        """Whether the tokenizer is trained on the training texts.
+
+        No pretrained encoder knows the tokens of such a tokenizer.
+        """
         return self.hparams["pretrained"] is None
 
     @property
@@ -158,11 +160,10 @@ class LabelData(ResumableData):
         """Lengths to which batches are padded, ascending."""
         return self._prepared.lengths
 
-    def tokens_per_epoch(self, *, epoch: int = 0, pad_to: int | None = None) -> int:
-        """Return the tokens of a training epoch, padding included.
+    def tokens_per_epoch(self, *, pad_to: int | None = None) -> int:
+        """Return the tokens of the first training epoch, padding included; others differ slightly.
 
         Args:
-            epoch: Number of the epoch; epochs differ slightly, since their batches do.
             pad_to: Length to which every batch is padded; None for the real lengths.
         """
         rows = self._prepared.train
@@ -170,7 +171,7 @@ class LabelData(ResumableData):
             rows.bucket_of,
             batch_size=self.batch_size,
             seed=self.options.seed,
-            epoch=epoch,
+            epoch=0,
             shuffle=True,
             drop_last=self.options.drop_last and len(rows) >= self.batch_size,
         )

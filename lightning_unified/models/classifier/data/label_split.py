@@ -111,9 +111,8 @@ def _held_out(
 ) -> tuple[list[LabelledText], list[LabelledText]]:
     """Return the remaining and the held-out texts.
 
-    Whole groups of each class are held out, up to the class's share.
-
-    A group belongs to the class of most of its texts. The choice of groups does not depend on the order of the texts.
+    Whole groups of each class are held out, up to the class's share. A group belongs to the class of most of its
+    texts. The choice of groups does not depend on the order of the texts.
     """
     members: dict[str, list[LabelledText]] = defaultdict(list)
     for text in texts:
@@ -146,7 +145,9 @@ def _held_out(
 def _of_small_classes(
     groups_of: dict[str, list[str]], members: dict[str, list[LabelledText]], *, count: int, seed: int
 ) -> set[str]:
-    """Return one group of each class that has three or more, the largest classes first, up to `count` texts.
+    """Return one group of each class with three or more groups, up to `count` texts.
+
+    The largest classes come first. This serves data whose classes are all too small for a share of at least one text.
 
     It serves texts of which every class is too small for its share to be a whole text.
     """

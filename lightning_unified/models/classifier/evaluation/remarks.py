@@ -1,4 +1,4 @@
-"""Say what a confusion matrix shows of a classifier that has not learnt its classes."""
+"""Describe a confusion matrix whose classifier has not learnt its classes."""
 
 from collections.abc import Sequence
 

@@ -88,7 +88,7 @@ class Report:
         return {name: value for name, value in values.items() if name not in left_out and value is not None}
 
     def by_class(self) -> list[tuple[str, int, float, float, float]]:
-        """Return name, rows, precision, recall and F1 of each class; a figure without rows behind it is 0."""
+        """Return name, rows, precision, recall and F1 of each class; undefined figures are 0."""
         found = []
         for place, name in enumerate(self.label_names):
             right = self.confusion[place][place]

@@ -1,9 +1,7 @@
 """Explain a label by integrated gradients for each word.
 
-The sum of the gradients and a deletion test check the explanation.
-
-Sources: Sundararajan, Taly and Yan 2017, "Axiomatic Attribution for Deep Networks"; Petsiuk, Das and Saenko 2018, "RISE", section 4.3
-(deletion).
+The sum of the gradients and a deletion test check the explanation. Sources: Sundararajan, Taly and Yan 2017, "Axiomatic Attribution
+for Deep Networks"; Petsiuk, Das and Saenko 2018, "RISE", section 4.3 (deletion).
 """
 
 from dataclasses import dataclass

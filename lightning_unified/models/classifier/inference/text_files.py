@@ -14,7 +14,7 @@ Given = tuple[str, str]  # place of origin, text
 
 
 def read_texts(sources: Sequence[str], *, form: FileFormat, lines: bool = False) -> list[Given]:
-    """Return the texts in `sources`, each with the place it came from; a blank cell of a table is a blank text.
+    """Return the texts of `sources`, each with its origin; a blank table cell is a blank text.
 
     Tables and JSON lines are read as in training, a text in each row. Any other file is one text, or one text for each line with
     `lines`, without empty lines. A folder stands for the `.txt` files below it. `-` is standard input, one text for each line.

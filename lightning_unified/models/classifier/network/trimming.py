@@ -1,8 +1,7 @@
 """Trim a micro-batch's common padding to a few fixed lengths.
 
-The trimming does not wait for the device.
-
-No token attends to pads, so dropping trailing columns of pads changes no prediction. A batch with pads elsewhere is not changed.
+The trimming does not wait for the device. No token attends to pads, so dropping trailing columns of pads changes no prediction.
+A batch with pads elsewhere is not changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,8 @@ _COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
 def with_row_lengths(batch: Any) -> Any:
     """Add the rows' lengths, as plain numbers, to a batch on the CPU.
 
-    Other batches stay unchanged.
-
-    The list is split with the rows, and the step reads it without waiting for an accelerator.
+    Other batches stay unchanged. The list is split with the rows, and the step reads it without waiting for an
+    accelerator.
     """
     if not isinstance(batch, Mapping) or ROW_LENGTHS in batch or not _is_known(batch.get("attention_mask")):
         return batch

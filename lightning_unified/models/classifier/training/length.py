@@ -1,4 +1,7 @@
-"""Callback that chooses the number of epochs: more for few rows, so that a fit has enough optimizer steps."""
+"""Callback that chooses the number of epochs, so that a fit has enough optimizer steps.
+
+Few rows need more epochs.
+"""
 
 import math
 
@@ -26,7 +29,7 @@ def epochs_for(*, steps: int, epochs: int, least_steps: int, validations: int) -
 
 
 class TrainingLength(Callback):
-    """Set the epochs of a fit that has no end of its own: `epochs`, or more where the data has few rows.
+    """Set the epochs of a fit without an end of its own: `epochs`, or more with few rows.
 
     With few rows, three epochs are a dozen steps, most of them in the warm-up of the learning rate. The callback then trains for
     `least_steps` steps and validates every few epochs, so that early stopping does not end the fit in the warm-up.

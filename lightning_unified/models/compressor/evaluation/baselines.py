@@ -49,12 +49,14 @@ def scorers(subject: Subject, *, corpus: Sequence[Sequence[int]], vocabulary: in
 
 
 def random(seed: int) -> Scorer:
-    """Return scores drawn from the seed and the text, so that a text has the same scores in any batch."""
+    """Return random scores that depend on the seed and the text, not on the batch."""
     return _text_by_text(lambda tokens: np.random.default_rng([seed, zlib.crc32(tokens.tobytes())]).random(len(tokens)))
 
 
 def frequency(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
-    """Return -log of each token's share of the corpus, one added to each count: frequent tokens go first.
+    """Return -log of each token's share of the corpus: frequent tokens are dropped first.
+
+    One is added to each count.
 
     Raises:
         ValueError: If the corpus has no token.
@@ -112,7 +114,7 @@ def lm_surprisal(subject: Subject) -> Scorer:
 
 
 def _text_by_text(values: Callable[[np.ndarray], np.ndarray]) -> Scorer:
-    """Return the scorer that computes the tokens' values of one text at a time, without its pads."""
+    """Return a scorer that computes the values of one text at a time, without its pads."""
 
     def score(ids: Tensor, mask: Tensor) -> Tensor:
         scores = torch.zeros(ids.shape, dtype=torch.float64)

@@ -16,7 +16,7 @@ __all__ = ["EvaluateCompression"]
 
 
 class EvaluateCompression(Callback):
-    """Evaluate after every n-th epoch's validation, log the policy's values, and save record and plot.
+    """Evaluate after every n-th validation epoch, log the policy's values, save record and plot.
 
     It logs for each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`, the policy's margin
     over the best baseline in nats per dropped token (below 0: the baseline is better).

@@ -79,10 +79,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate the policy and the baselines at every budget.
 
-    The result has 95 % intervals over documents and paired tests.
-
-    Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
-    mean over documents of each document's mean over terms.
+    The result has 95 % intervals over documents and paired tests. Each method keeps exactly `round(keep * n)` of a piece's n tokens,
+    and the subject's reconstructor restores the rest. A value is the mean over documents of each document's mean over terms.
 
     Args:
         subject: A trained compressor; in eval mode during the call, then restored.
@@ -144,7 +142,7 @@ def _totalled(
     options: EvaluationOptions,
     progress: Callable[[int, int], None] | None,
 ) -> "_Totals":
-    """Return every measure of every method at every budget, and of the full context, summed by document."""
+    """Return every measure by method and budget, and of the full context, summed by document."""
     totals = _Totals(num_documents=1 + max(int(batch.documents.max()) for batch in every))
     for done, batch in enumerate(every, start=1):
         totals.add(*_FULL, batch, full_context(subject, batch))

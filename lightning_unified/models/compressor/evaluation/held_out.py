@@ -36,7 +36,7 @@ def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def require_described(settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names what settings lack to define a held-out side."""
+    """Raise a ValueError that names the settings missing for a held-out side."""
     missing = [name for name in _NEEDED if settings.get(name) is None]
     if missing:
         raise ValueError(

@@ -97,7 +97,7 @@ def batches(pieces: Sequence[Piece], *, size: int, device: torch.device | str = 
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the ids (B, T) of rows of tokens, padded at the right with 0, and their mask (B, T)."""
+    """Return rows of tokens as ids (B, T), padded on the right with 0, and their mask (B, T)."""
     ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     lengths = torch.tensor([len(row) for row in rows], device=ids.device)
     return ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]

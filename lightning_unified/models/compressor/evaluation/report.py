@@ -19,7 +19,7 @@ _MARKS = {"policy": " ▲", "baseline": " ▼", "overlap": "", "unknown": ""}
 
 
 def tables(record: dict[str, Any]) -> list[Table]:
-    """Return a record's tables; ▲ and ▼ mark baselines that the policy clearly beats or loses to."""
+    """Return a record's tables; ▲ marks baselines that the policy clearly beats, ▼ better ones."""
     keeps: Sequence[float] = record["settings"]["keeps"]
     cells = {(row["method"], row["keep"]): row for row in record["rows"]}
     verdicts = {(row["baseline"], row["keep"], row["measure"]): row["intervals"] for row in record["policy_against"]}

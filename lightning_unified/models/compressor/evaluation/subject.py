@@ -123,10 +123,9 @@ def kept_tokens(count: int, *, keep: float) -> int:
 def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor:
     """Return which tokens stay (B, T) bool: in each row those of highest score.
 
-    A row keeps `kept_tokens` of the tokens where `mask` is True.
-
-    Draws that depend on the seed and the position alone order equal scores. A row's tokens are therefore the same in any batch.
-    Without these draws, a method with many equal scores would always keep a prefix.
+    A row keeps `kept_tokens` of the tokens where `mask` is True. Draws that depend on the seed and the position alone order
+    equal scores. A row's tokens are therefore the same in any batch. Without these draws, a method with many equal scores would
+    always keep a prefix.
 
     Shapes:
         `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept.

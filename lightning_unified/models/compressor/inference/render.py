@@ -1,4 +1,4 @@
-"""Show a compressed text in a terminal or as one HTML file: colours mark kept and dropped tokens."""
+"""Show a compressed text in a terminal or as an HTML file; colours mark kept tokens."""
 
 import html
 from collections.abc import Iterator, Sequence

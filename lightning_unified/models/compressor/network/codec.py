@@ -189,9 +189,7 @@ def _reader(config: CompressorConfig, *, recompute: bool, load: bool) -> "Reader
 def keep_top(logits: Tensor, *, mask: Tensor, ratio: float) -> Tensor:
     """Return the mask (B, T) of the share `ratio` of each text's tokens, rounded.
 
-    The tokens with the highest logits are kept.
-
-    Of equal logits the earlier token is kept.
+    The tokens with the highest logits are kept. Of equal logits the earlier token is kept.
 
     Raises:
         ValueError: If the ratio is not in [0, 1].

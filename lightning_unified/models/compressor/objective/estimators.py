@@ -21,7 +21,10 @@ def binary_entropy(logits: Tensor) -> Tensor:
 
 
 def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
-    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T), without pads."""
+    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T).
+
+    Pads do not count.
+    """
     signs = keep.to(logits.dtype) * 2 - 1
     return (functional.logsigmoid(signs * logits.unsqueeze(1)) * mask.unsqueeze(1)).sum(-1)
 
@@ -29,16 +32,15 @@ def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
 def advantages(rewards: Tensor) -> Tensor:
     """Return each reward (B, K) minus the mean of the text's other K - 1.
 
-    This is the leave-one-out baseline, with K of 2 or more.
-
-    Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!", eq. 8.
+    This is the leave-one-out baseline, with K of 2 or more. Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE
+    Samples, Get a Baseline for Free!", eq. 8.
     """
     K = rewards.shape[1]
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
 
 
 def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor) -> Tensor:
-    """Return a term (B) whose gradient estimates that of each text's expected distortion per token.
+    """Return a term (B) whose gradient estimates that of a text's expected distortion per token.
 
     The reward is detached: no gradient flows into its computation.
 
@@ -53,6 +55,9 @@ def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor)
 
 
 def rate_terms(logits: Tensor, *, mask: Tensor, price: Tensor, entropy_weight: float) -> Tensor:
-    """Return price * E[tokens kept] - entropy_weight * entropy, summed by text (B): exact, not sampled."""
+    """Return price · E[tokens kept] − entropy_weight · entropy, summed by text (B).
+
+    Both expectations are exact, not sampled.
+    """
     terms = price * torch.sigmoid(logits) - entropy_weight * binary_entropy(logits)
     return (terms * mask).sum(1)

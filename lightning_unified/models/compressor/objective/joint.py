@@ -135,7 +135,7 @@ class JointLoss:
 
     @torch.no_grad()
     def validate(self, codec: Codec, batch: Mapping[str, Tensor], *, ratio: float) -> Tensor:
-        """Return a batch's sums (6): loss, its terms, language loss, its terms, tokens kept, and tokens.
+        """Return a batch's sums (6): loss, its terms, language loss, its terms, kept tokens, tokens.
 
         The loss covers dropped tokens only, or the continuation, at exactly the share `ratio` kept. Tokens with a probability above
         1/2 count as kept.

@@ -22,10 +22,8 @@ _KINDS = (
 class Price(nn.Module):
     """The dual variable of the constraint "the expected keep ratio is `target`".
 
-    Its unit is nats per kept token, and it is never negative.
-
-    A proportional term damps the oscillations of the integral term. All state is in buffers, so that checkpoints hold it and a
-    repeated step starts from the same state.
+    Its unit is nats per kept token, and it is never negative. A proportional term damps the oscillations of the integral term.
+    All state is in buffers, so that checkpoints hold it and a repeated step starts from the same state.
 
     Args:
         target: The share of tokens to keep.

@@ -21,9 +21,8 @@ _SMALLEST = 1e-7  # uniform numbers of fp32 are multiples of 2^-24; 0 would be i
 def relaxed_bernoulli(logits: Tensor, *, uniform: Tensor, temperature: float) -> Tensor:
     """Return differentiable gates in (0, 1).
 
-    A gate lies above 0.5 with probability `sigmoid(logits)`.
-
-    Computed in place in one new tensor, the only one that the backward pass needs.
+    A gate lies above 0.5 with probability `sigmoid(logits)`. Computed in place in one new tensor, the only one that
+    the backward pass needs.
 
     Shapes:
         logits and uniform broadcast to the shape of the gates.

@@ -1,7 +1,7 @@
 """Token ids of an example, and which of them the loss scores.
 
 Answers are found in one of two ways. A template with `{% generation %}` marks says where they are. For any other template, the tokens of the
-conversation up to an answer must begin the tokens of the whole conversation; the answer is what follows. Where they do not, as with
+conversation up to an answer must begin the tokens of the whole conversation; the answer is the text after it. Where they do not, as with
 templates that shorten earlier turns, the example is refused.
 """
 
@@ -81,7 +81,7 @@ class AnswerMask:
         return Encoded(ids, np.arange(len(ids)) >= len(prompt))
 
     def _encoded_text(self, text: str) -> np.ndarray:
-        """Return the ids of a plain text: special tokens at its start as the model has them, and the end token.
+        """Return the ids of a plain text with the model's start tokens and the end token.
 
         Names of special tokens in the text stay text.
         """
@@ -118,7 +118,7 @@ class AnswerMask:
         return encoding.ids, scored
 
     def _spans(self, turns: Sequence, ids: list[int]) -> list[tuple[int, int]]:
-        """Return where the answers lie in the tokens of a conversation, by comparing tokenised prefixes."""
+        """Return where a conversation's answers lie in its tokens, by comparing tokenised prefixes."""
         if self._loss_on == "all":
             return []
         places = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -127,7 +127,7 @@ class AnswerMask:
             asked = self._chat.prompt(turns[:place])
             if ids[: len(asked)] != asked:
                 raise ValueError(self._differs(place, "up to it"))
-            # what follows the last turn belongs to no other
+            # text after the last turn belongs to that turn
             through = len(ids)
             if place + 1 < len(turns):
                 whole = self._chat.encode(self._chat.render(turns[: place + 1], is_prompt=False))
@@ -147,7 +147,10 @@ class AnswerMask:
         )
 
     def _end_of_turn(self, ids: list[int], start: int, stop: int) -> int:
-        """Return the end of an answer without the white space that the template writes after its end-of-turn token."""
+        """Return the end of an answer without white space after the end-of-turn token.
+
+        The template writes that white space.
+        """
         end = stop
         while end > start + 1 and not self._chat.decode([ids[end - 1]], skip_special_tokens=False).strip():
             end -= 1

@@ -19,7 +19,7 @@ _NAMED = 3  # examples in a message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sides:
-    """The two sides of a split, and what was left out.
+    """The two sides of a split, and the examples left out.
 
     Attributes:
         train: Training examples.
@@ -62,7 +62,10 @@ def split_examples(examples: Sequence[Example], *, fraction: float, seed: int) -
 
 
 def _group(example: Example) -> str:
-    """Return the example's own group, or one of its content: the split must not depend on where the file lies."""
+    """Return the example's group, or one derived from its content.
+
+    The split must not depend on the location of the file.
+    """
     return example.group or hashlib.sha256(_normal(example.content).encode()).hexdigest()
 
 
@@ -89,7 +92,7 @@ def _split_asked(examples: list[Example], *, fraction: float, seed: int) -> tupl
 def fitted(
     examples: Sequence[Example], encode: Callable[[Example], Encoded], *, length: int, too_long: str
 ) -> tuple[list[Encoded], list[int], int]:
-    """Return the encoded examples that fit, the lengths of all in tokens, and the number left out.
+    """Return the encoded examples that fit, the token counts of all, and the number left out.
 
     Plain texts are divided: a piece begins with the last token of the one before, which it does not score, so each token is scored once.
 
@@ -97,7 +100,7 @@ def fitted(
         examples: The examples.
         encode: Returns an example's tokens.
         length: The most tokens of a row, 2 or more.
-        too_long: What to do with a longer conversation: "refuse", "drop" it, or "truncate" it at the end.
+        too_long: Treatment of a longer conversation: "refuse", "drop" it, or "truncate" it at the end.
 
     Raises:
         ValueError: If `too_long` is "refuse" and an example is longer; the message names the longest with file and line.

@@ -127,7 +127,7 @@ def _jsonl(file: Path) -> Iterator[Example]:
 
 
 def _form_of(row: Mapping[str, Any], kinds: list[str]) -> str:
-    """Return what is wrong with the fields of a row."""
+    """Return the fault in the fields of a row, in words."""
     forms = "messages, or prompt and completion, or text"
     if kinds:
         return f"a row has one of {forms}, and this one has {' and '.join(kinds)}; keep one."

@@ -1,4 +1,4 @@
-"""`FinetuneData`: a user's conversations and texts, as batches of labelled tokens that resume."""
+"""`FinetuneData`: conversations and texts of a user as resumable batches of labelled tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ class _Prepared:
 
 
 class FinetuneData(ResumableData):
-    """Conversations, prompts with completions, and plain texts, in a model's own tokens and template.
+    """Conversations, prompts with completions, and plain texts, in a model's own tokens.
 
-    `rows.ExampleRows` describes the batches. All results depend only on the arguments and the files; the global random state is never
-    used.
+    Conversations use the model's template. `rows.ExampleRows` describes the batches. All results depend only on the arguments and the
+    files; the global random state is never used.
 
     Args:
         path: A `.jsonl`, `.txt` or `.md` file or a folder of them, see `examples`; None for questions about Python's functions.
@@ -58,7 +58,7 @@ class FinetuneData(ResumableData):
         prompts: How a prompt and its completion are written: "auto", "chat" or "text", see `answers.AnswerMask`.
         packing: Whether a row holds several examples, which do not attend to each other; else each row is one example and padded.
         sequence_length: The most tokens of a row.
-        too_long: What to do with a longer conversation: "refuse", "drop" or "truncate". Plain texts are divided.
+        too_long: Treatment of a longer conversation: "refuse", "drop" or "truncate". Plain texts are divided.
         batch_size: Rows of a batch over all ranks: the effective batch.
         val_batch_size: Rows of a validation batch; None for `batch_size`.
         val_fraction: Share of the conversations, and of the bytes of plain text, for validation.

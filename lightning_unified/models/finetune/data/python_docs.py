@@ -1,4 +1,4 @@
-"""Questions about Python's functions, with the first paragraph of each docstring as the answer.
+"""Questions about Python's functions; the first paragraph of a docstring is the answer.
 
 They ship with Python, so nothing is downloaded. The group of an example is its module. Functions that other libraries add to or
 replace in these modules are left out, so the examples do not depend on the libraries that a process has imported.
@@ -27,7 +27,7 @@ _SHORTEST, _LONGEST = 20, 400  # characters of an answer
 
 
 def python_docs() -> list[Example]:
-    """Return one conversation for each documented public function or method, in the order of their names."""
+    """Return one conversation for each documented public function or method, sorted by name."""
     found: dict[str, Example] = {}
     answers: set[str] = set()
     for name in _MODULES:

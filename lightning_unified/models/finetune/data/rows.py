@@ -19,9 +19,8 @@ _BUCKETS = 8  # lengths that rows are padded to; each is a shape to plan
 def bins_of(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     """Return which sequences share a row.
 
-    From the longest on, each goes into the row with the least room that it fits.
-
-    Source of this order: Johnson 1973, "Near-optimal bin packing algorithms" (best fit decreasing).
+    From the longest on, each goes into the row with the least room that it fits. Source of this order: Johnson 1973,
+    "Near-optimal bin packing algorithms" (best fit decreasing).
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # of each row that has some, and its number

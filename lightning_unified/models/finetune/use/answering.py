@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating, forward_last
+from lightning_unified.models.causal_lm.sampling import Sampling, draw
 from lightning_unified.models.finetune.data.answers import AnswerMask
 from lightning_unified.models.finetune.data.examples import Example
 from lightning_unified.models.pretrained.chat import ChatTokenizer
-from lightning_unified.models.sampling import Sampling, draw
 
 __all__ = ["Answerer", "prompt_of", "stop_ids"]
 
@@ -54,7 +54,7 @@ class Answerer:
             given = [token]
 
     def _unread(self, prompt: list[int]) -> list[int]:
-        """Return the tokens of a prompt that the cache does not hold; another prompt begins a new cache."""
+        """Return the prompt's tokens that are not cached; a different prompt begins a new cache."""
         known = len(self._read)
         if self._cache is None or known >= len(prompt) or prompt[:known] != self._read:
             self._read, self._cache = [], None
@@ -71,7 +71,7 @@ class Answerer:
 
 
 def stop_ids(chat: ChatTokenizer) -> list[int]:
-    """Return the tokens that end an answer: the end token, and the one that the template writes there."""
+    """Return the tokens that end an answer: the end token and the template's end-of-turn token."""
     found = [chat.end_id]
     if chat.template:
         turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})

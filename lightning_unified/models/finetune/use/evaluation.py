@@ -1,4 +1,4 @@
-"""Held-out loss and perplexity of a fine-tuned model beside its base model, and samples side by side."""
+"""Held-out loss, perplexity and samples of a fine-tuned model beside its base model."""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 
 from lightning_unified.models.causal_lm.labelled_rows import labelled
 from lightning_unified.models.causal_lm.language_model import evaluating
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.finetune.data.answers import AnswerMask
 from lightning_unified.models.finetune.data.care import fitted, split_examples
 from lightning_unified.models.finetune.data.examples import Example, read_examples
@@ -20,7 +21,6 @@ from lightning_unified.models.finetune.module import Finetune
 from lightning_unified.models.finetune.presets import PRESETS
 from lightning_unified.models.finetune.use.answering import Answerer, stop_ids
 from lightning_unified.models.pretrained.adapters import adapter_layers, adapters_off
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["Evaluation", "Sample", "evaluate", "held_out", "samples_of"]
 
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 def held_out(module: Finetune, path: str | None) -> list[Example]:
-    """Return the examples to evaluate: all of the file `path`, else the validation side of the training data.
+    """Return the examples of the file `path`; without it, the validation side of the data.
 
     Raises:
         RuntimeError: If the model was not trained with `FinetuneData`, so that its validation side is unknown.
@@ -84,7 +84,9 @@ def held_out(module: Finetune, path: str | None) -> list[Example]:
 def evaluate(
     module: Finetune, examples: Sequence[Example], *, batch_size: int, samples: int, max_new_tokens: int
 ) -> Evaluation:
-    """Return loss and samples of a model and of its base: the model without its adapters, or as it was read.
+    """Return loss and samples of a model and of its base.
+
+    The base is the model without its adapters, or as it was read.
 
     Raises:
         ValueError: If an example is invalid, or longer than the rows of the training (truncate, drop or refuse as set there).
@@ -131,7 +133,10 @@ def samples_of(module: Finetune, examples: Sequence[Example], *, samples: int, m
 
 
 def _some(examples: Sequence[Example], count: int) -> list[Example]:
-    """Return up to `count` examples with a question, from all over the list: neighbours may be alike."""
+    """Return up to `count` examples with a question, spread over the list.
+
+    Neighbours may be similar.
+    """
     asked = [one for one in examples if not one.text]
     return asked[:: max(len(asked) // max(count, 1), 1)][:count]
 
@@ -169,7 +174,7 @@ def _loss(module: Finetune, rows: ExampleRows, batch_size: int) -> float:
 def _answers(
     module: Finetune, examples: Sequence[Example], max_new_tokens: int, *, trained: Finetune | None = None
 ) -> list[str]:
-    """Return greedy answers to the tokens before each example's last answer, written as in training."""
+    """Return greedy answers to the tokens before each example's last answer, as in training."""
     owner = trained or module
     chat, greedy = owner.chat, Sampling(max_new_tokens=max_new_tokens, temperature=0.0, top_k=0, top_p=1.0)
     answerer = Answerer(module.policy, stop=stop_ids(chat))

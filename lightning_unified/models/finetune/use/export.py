@@ -1,4 +1,7 @@
-"""Write a fine-tuned model as safetensors: merged for transformers and mlx-lm, or its adapters for peft."""
+"""Write a fine-tuned model as safetensors: merged, or its adapters alone.
+
+transformers and mlx-lm read the merged model, peft the adapters.
+"""
 
 import copy
 import json
@@ -21,7 +24,7 @@ __all__ = ["merged", "write_adapters", "write_merged"]
 
 
 def write_merged(module: Finetune, folder: Path, *, dtype: str | None = None) -> list[str]:
-    """Write the model with its adapters merged, and its tokenizer; return the names of the files.
+    """Write the model with merged adapters and its tokenizer; return the names of the files.
 
     `transformers.AutoModelForCausalLM.from_pretrained(folder)` and `mlx_lm.load(folder)` read the folder; so does this package, as
     `pretrained=folder`. The module keeps its adapters.
@@ -82,7 +85,7 @@ def write_adapters(module: Finetune, folder: Path) -> list[str]:
 
 @torch.no_grad()
 def merged(policy: nn.Module) -> nn.Module:
-    """Return a copy of a model with its adapters added to the weights; a model without adapters itself.
+    """Return a copy of a model with its adapters merged; a model without adapters itself.
 
     Adapters may be float32 beside weights of half precision: the sum is rounded once.
     """
@@ -105,7 +108,7 @@ def merged(policy: nn.Module) -> nn.Module:
 
 
 def _add_older_names(file: Path) -> None:
-    """Repeat the settings of rotary positions and sliding windows under their names before transformers 5.
+    """Add the names before transformers 5 for settings of rotary positions and sliding windows.
 
     mlx-lm 0.32 reads only those for Llama, Qwen2 and Gemma 3. It falls back to defaults of its own without a message, and then computes other
     logits. transformers 5 reads the new names where both are there.

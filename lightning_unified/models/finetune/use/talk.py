@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.finetune.module import Finetune
 from lightning_unified.models.finetune.use.answering import Answerer, prompt_of, stop_ids
 from lightning_unified.models.pretrained.chat import ChatTokenizer
-from lightning_unified.models.sampling import Sampling
 
 __all__ = ["pieces_of_text", "talk"]
 
@@ -16,7 +16,7 @@ _QUIT = {"quit", "exit"}
 
 
 def talk(module: Finetune, *, sampling: Sampling, system: str | None, seed: int | None) -> None:
-    """Answer what a person types, until `quit`, `exit` or the end of input; `new` begins a new conversation.
+    """Answer typed lines until `quit`, `exit` or the end of input; `new` begins a conversation.
 
     A model without a chat template continues each text by itself.
     """

@@ -1,4 +1,4 @@
-"""Prepared batches of completions: one row for each sequence, with the tokens that the loss scores.
+"""Prepared batches of completions: one row per sequence, with its scored tokens.
 
 The fields (rows of supervised traces have others, see `causal_lm.labelled_rows`):
 

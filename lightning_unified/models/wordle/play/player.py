@@ -23,10 +23,8 @@ __all__ = ["ModelPlayer", "load"]
 class ModelPlayer:
     """Player that samples a model's answers, with the template of its training.
 
-    See `games.TrainedPlayer`.
-
-    The sampler's cache stays on the device between turns, until `release`. The player has its own random generator, so that the same
-    model plays the same games and other random numbers do not change.
+    See `games.TrainedPlayer`. The sampler's cache stays on the device between turns, until `release`. The player has its own random
+    generator, so that the same model plays the same games and other random numbers do not change.
 
     Args:
         checkpoint: The `.ckpt` file, or the module itself.

@@ -29,7 +29,10 @@ def row(turn: Turn, *, hidden: bool = False) -> Text:
 
 
 def keyboard(state: State, *, colours: bool = True) -> Text:
-    """Return a keyboard with each letter's best mark so far: as colour, or as g, y or x behind the letter."""
+    """Return a keyboard with each letter's best mark so far.
+
+    The mark is a colour, or g, y or x behind the letter.
+    """
     best: dict[str, int] = {}
     for turn in state.turns:
         for letter, mark in zip(turn.guess, marks(turn.code), strict=True):

@@ -1,4 +1,4 @@
-"""Figures of a batch's tensors: numbers from which its facts follow, computed with few operators.
+"""Figures of a batch's tensors: numbers that determine its facts, from few operators.
 
 A fact needs numbers on the host. Copying them from the device waits until the device has finished all earlier work, and then the device
 waits for the host. So the figures of small tensors are computed on the host before the batch is moved (`HostFigures`), where the moved
@@ -39,7 +39,7 @@ class HostFigures:
         self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
 
     def note(self, host: Any, moved: Any) -> None:
-        """Compute the figures of the tensors of a batch on the host; `moved` is the same batch on the device."""
+        """Compute figures of a batch's tensors on the host; `moved` is the batch on the device."""
         self._found.clear()
         is_wanted, self.is_wanted = self.is_wanted, False
         before, after = dict(named_tensors(host)), dict(named_tensors(moved))
@@ -50,7 +50,7 @@ class HostFigures:
             self._found[id(leaf)] = (weakref.ref(leaf), leaf._version, figures)
 
     def of(self, leaf: Tensor) -> list[int] | None:
-        """Return the figures of a moved tensor; None if they are unknown, or the tensor was written since."""
+        """Return the figures of a moved tensor; None if unknown or if the tensor was written since."""
         reference, version, figures = self._found.get(id(leaf), (None, None, None))
         return figures if reference is not None and reference() is leaf and leaf._version == version else None
 
@@ -152,6 +152,6 @@ def _counted(stack: Tensor, mask: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _over_rows(*figures: Tensor) -> Tensor:
-    """Return the sums of `figures` of shape (leaves, rows), then their minima, then their maxima."""
+    """Return sums, then minima, then maxima over rows of `figures` of shape (leaves, rows)."""
     together = torch.stack(figures, 1)
     return torch.cat([together.sum(2), together.amin(2), together.amax(2)], 1)

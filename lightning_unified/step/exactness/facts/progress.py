@@ -145,11 +145,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
 class ModuleFacts:
     """Facts about a module: modes, trained parameters, plain attributes.
 
-    A change of these may change the computation.
-
-    A module may hold settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. The fact
-    of a number is its sign and order of magnitude, so counters give new facts ever more rarely. Attributes of torch's own layers are
-    skipped. `now` runs before every split batch, so it walks the tree of modules only after a change.
+    A change of these may change the computation. A module may hold settings in a namespace, in an object of the user's, or among its
+    hyperparameters, and a counter in a buffer. The fact of a number is its sign and order of magnitude, so counters give new facts ever
+    more rarely. Attributes of torch's own layers are skipped. `now` runs before every split batch, so it walks the tree of modules only
+    after a change.
 
     Args:
         module: The module.

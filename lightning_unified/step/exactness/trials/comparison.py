@@ -44,7 +44,7 @@ class Trial:
         """Whether all rows of the batch run."""
         return self.rows == self.batch_rows
 
-    def part(self, start: int, size: int) -> Any:
+    def rows_from(self, start: int, size: int) -> Any:
         """Return `size` of the rows that run; `start` counts from the first of these."""
         batch, first = next(iter(self.kwargs.values())), self.start + start
         return self.take(batch, first, first + size, rows=self.batch_rows)
@@ -58,7 +58,7 @@ class SplitRuns:
     batches: Sequence[Any]
     runs: Sequence[Run]
 
-    def parts(self, rule: LossRule) -> MicroBatchWeights:
+    def weights(self, rule: LossRule) -> MicroBatchWeights:
         """Return the micro-batches' weights under a rule."""
         terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
         return MicroBatchWeights(self.sizes, terms)
@@ -115,9 +115,9 @@ class Comparison:
 
         A whole gradient of zeros can be compared if a micro-batch has a gradient.
         """
-        parts = [run.gradient for run in self.split.runs]
+        gradients = [run.gradient for run in self.split.runs]
         is_zero = self.whole.gradient.is_zero
-        return "" if is_zero and any(not part.says_nothing for part in parts) else self.whole.gradient.says_nothing
+        return "" if is_zero and any(not one.says_nothing for one in gradients) else self.whole.gradient.says_nothing
 
     def can_count(self, rule: LossRule) -> bool:
         """Return whether `rule` counts 0 or more terms in every micro-batch.
@@ -138,7 +138,7 @@ class Comparison:
             found = Disagreement(math.inf, math.inf, 0)
             if self.can_count(rule):
                 pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
-                parts = [(run.gradient, share) for run, share in pairs if share]
-                found = disagreement(self.whole.gradient, parts, self.tolerance)
+                weighted = [(run.gradient, share) for run, share in pairs if share]
+                found = disagreement(self.whole.gradient, weighted, self.tolerance)
             self.known[rule.name] = found
         return self.known[rule.name]

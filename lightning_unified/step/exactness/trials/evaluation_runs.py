@@ -63,7 +63,7 @@ class EvaluationRuns:
         own = self._split(batch, start, start + size, rows=rows) if size < rows else batch
         recorded = RecordDraws()
         try:
-            whole = self._part(step, own, recorded, rows=size, of=rows)
+            whole = self._run_rows(step, own, recorded, rows=size, of=rows)
         except SplitError as refusal:
             error = self._failure(step, batch)
             if error is not None and type(error) is type(refusal.__cause__):
@@ -75,13 +75,13 @@ class EvaluationRuns:
             places = list(zip(starts_of(sizes), sizes, strict=True))
             batches = [self._split(batch, start + first, start + first + one, rows=rows) for first, one in places]
             runs = []
-            for part, (first, one) in zip(batches, places, strict=True):
+            for micro_batch, (first, one) in zip(batches, places, strict=True):
                 replay = ReplayDraws(recorded.draws, rows=size, start=first, stop=first + one, order="interleaved")
-                runs.append(self._part(step, part, replay, rows=one, of=size))
+                runs.append(self._run_rows(step, micro_batch, replay, rows=one, of=size))
             self.has_drawn |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
             yield EvaluationTrial(batch=own, whole=whole, sizes=sizes, batches=batches, runs=runs)
 
-    def _part(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode, *, rows: int, of: int) -> Results:
+    def _run_rows(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode, *, rows: int, of: int) -> Results:
         """Run the step on `rows` of `of` rows.
 
         If `rows` is smaller than `of`, an error of the step is raised as a `SplitError`.

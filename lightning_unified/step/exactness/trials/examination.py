@@ -67,7 +67,7 @@ class Check:
             other: Whether to return another split, if there is one.
         """
         splits = splits_of(units)
-        return [self.unit * part for part in splits[(self.number + other) % len(splits)]]
+        return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
 
 
 class Examination:

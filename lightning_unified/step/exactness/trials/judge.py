@@ -110,11 +110,11 @@ class Judge:
         State that also differs between two equal runs is not refused.
         """
         tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
-        parts = split.parts(rule)
-        troubles = learn_results(self._tables, whole, split.runs, parts, tolerance=tolerance)
+        weights = split.weights(rule)
+        troubles = learn_results(self._tables, whole, split.runs, weights, tolerance=tolerance)
         if whole.loss is not None:
             losses = [run.loss for run in split.runs]
-            self._tables.outputs.learn("loss", losses, whole.loss, parts, tolerance=tolerance)
+            self._tables.outputs.learn("loss", losses, whole.loss, weights, tolerance=tolerance)
         if troubles:
             again = differing(whole.written, repeat().written)
             troubles = [path for path in troubles if path not in again]
@@ -131,7 +131,7 @@ def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
 
     def lacking(rule: LossRule) -> int:
         tables = Tables()
-        learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
+        learn_results(tables, comparison.whole, split.runs, split.weights(rule), tolerance=tolerance)
         return len(tables.unmergeable)
 
     return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)

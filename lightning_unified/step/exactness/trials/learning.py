@@ -17,7 +17,7 @@ __all__ = ["learn_results"]
 
 
 def learn_results(
-    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
+    tables: Tables, whole: Results, runs: Sequence[Results], weights: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
     """Learn how outputs, logs, metrics and written state of micro-batches merge.
 
@@ -25,29 +25,29 @@ def learn_results(
         tables: The tables that record the rules.
         whole: The results of the whole rows.
         runs: The results of the micro-batches.
-        parts: The weights of the micro-batches.
+        weights: The weights of the micro-batches.
         tolerance: The relative difference up to which two values count as equal.
 
     Returns:
         The paths of written state that no rule merges.
     """
-    learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, parts, tolerance=tolerance)
+    learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, weights, tolerance=tolerance)
     for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
         calls = [run.logs.get(key) for run in runs]
-        _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, parts, tolerance=tolerance)
+        _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, weights, tolerance=tolerance)
     for path in whole.logged_totals:  # metrics are empty before a check, so a rule may fit by chance
         tables.logs.reject(path)
-    _learn_metrics(tables, whole, runs, parts, tolerance=tolerance)
-    return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
+    _learn_metrics(tables, whole, runs, weights, tolerance=tolerance)
+    return learn_written(tables.written, whole.written, [run.written for run in runs], weights, tolerance=tolerance)
 
 
 def _learn_metrics(
-    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
+    tables: Tables, whole: Results, runs: Sequence[Results], weights: MicroBatchWeights, *, tolerance: float
 ) -> None:
     for path, state in whole.metrics.items():
         for name, value in state.items():
             values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
-            tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), parts, tolerance=tolerance)
+            tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), weights, tolerance=tolerance)
     for path, joins in whole.joins.items():
         tables.joins[path] = joins and tables.joins.get(path, True)
     for name, path in whole.logged_metrics.items():
@@ -71,7 +71,7 @@ def _learn_log(
     path: str,
     whole: Logged | None,
     calls: Sequence[Logged | None],
-    parts: MicroBatchWeights,
+    weights: MicroBatchWeights,
     *,
     tolerance: float,
 ) -> None:
@@ -82,11 +82,11 @@ def _learn_log(
     if not isinstance(whole.values[-1], Tensor):  # a metric: its states are merged, not its value
         return
     values, sizes = [call.values[-1] for call in given], [call.batch_sizes[-1] for call in given]
-    tables.logs.learn(path, values, whole.values[-1], parts, tolerance=tolerance)
+    tables.logs.learn(path, values, whole.values[-1], weights, tolerance=tolerance)
     if whole.batch_sizes[-1] is None or None in sizes:
         return
-    tables.logs.learn(f"batch_size of {path}", sizes, whole.batch_sizes[-1], parts, tolerance=0.0)
-    weighted = MicroBatchWeights(parts.rows, list(map(float, sizes)))
+    tables.logs.learn(f"batch_size of {path}", sizes, whole.batch_sizes[-1], weights, tolerance=0.0)
+    weighted = MicroBatchWeights(weights.rows, list(map(float, sizes)))
     tables.sized_logs.learn(path, values, whole.values[-1], weighted, tolerance=tolerance)
     if tables.sized_logs.rule(path) == "mean":
         tables.logs.unmergeable.discard(path)

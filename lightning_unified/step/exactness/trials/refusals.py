@@ -41,7 +41,7 @@ def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
         paths: The paths of that state.
     """
     return (
-        f"{whose} writes {', '.join(paths[:3])} in its step, and what micro-batches write is not what the whole batch writes. Write it once a batch: in "
+        f"{whose} writes {', '.join(paths[:3])} in its step, and micro-batches write other values than the whole batch. Write it once a batch: in "
         "on_train_batch_end or on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
         "split all the same."
     )

@@ -30,7 +30,7 @@ _SINGLE = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13}  # the last bit that
 
 @contextmanager
 def nudged(parameters: Iterable[Tensor], lowest: torch.dtype) -> Iterator[bool]:
-    """Flip the last bit of the parameters' mantissas inside the block, in place and without a copy.
+    """Flip the last mantissa bit of the parameters inside the block, in place, without a copy.
 
     Args:
         parameters: The parameters. Those in 16 bits are changed; if there are none, those in float32, which autocast rounds.

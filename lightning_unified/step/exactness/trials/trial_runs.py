@@ -50,7 +50,7 @@ class TrialRuns:
                 self._runner.draws_in_eval = True
                 return None
             self._quiet_wholes[rows] = whole
-        return Comparison(whole=whole, split=self._parts([NoDraws(generators) for _ in self._trial.split]))
+        return Comparison(whole=whole, split=self._split_runs([NoDraws(generators) for _ in self._trial.split]))
 
     def replayed(self, rules: Sequence[LossRule]) -> Comparison:
         """Compare with replayed draws, first without watching the backward pass.
@@ -74,14 +74,14 @@ class TrialRuns:
         """
         with equal_host_draws(self._runner.module):
             whole = self._whole(ConstantDraws())
-            split = self._parts([ConstantDraws() for _ in self._trial.split])
+            split = self._split_runs([ConstantDraws() for _ in self._trial.split])
         comparison = Comparison(whole=whole, split=split, troubles=drawn.troubles[:1], is_drawn=True)
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
         return comparison
 
     def rounding(self, lowest: torch.dtype) -> float:
-        """Return how far one rounding step of the parameters moves the whole gradient, in tolerances.
+        """Return the change of the gradient by one rounding step of the parameters, in tolerances.
 
         Args:
             lowest: The 16-bit format of the runs.
@@ -113,7 +113,7 @@ class TrialRuns:
             )
             for start, size in zip(starts_of(self._trial.split), self._trial.split, strict=True)
         ]
-        split = self._parts(replays)
+        split = self._split_runs(replays)
         for replay in replays:
             replay.finish()
         troubles = [trouble for replay in replays for trouble in replay.troubles]
@@ -129,10 +129,10 @@ class TrialRuns:
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
-    def _parts(self, draws: Sequence[DrawMode]) -> SplitRuns:
+    def _split_runs(self, draws: Sequence[DrawMode]) -> SplitRuns:
         """Run every micro-batch under its own draw mode."""
         trial, sizes = self._trial, self._trial.split
-        batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
+        batches = [trial.rows_from(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
         runs = []
         for batch, size, mode in zip(batches, sizes, draws, strict=True):
             try:
@@ -146,7 +146,7 @@ class TrialRuns:
     def _whole(self, draws: DrawMode) -> Run:
         trial, runner = self._trial, self._runner
         try:
-            return runner.run(trial.kwargs, trial.part(0, trial.rows), draws)
+            return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, UndoError):
                 raise

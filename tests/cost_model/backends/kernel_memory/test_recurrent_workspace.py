@@ -1,4 +1,4 @@
-"""Workspaces of cuDNN's recurrences against those of a GPU (`benchmarks/planner/kernels.py`)."""
+"""Workspaces of cuDNN's recurrences equal those of a GPU (`benchmarks/planner/kernels.py`)."""
 
 import json
 from pathlib import Path

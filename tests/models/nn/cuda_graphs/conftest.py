@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.gradient_buffer import differentiate
 from lightning_unified.nn.cuda_graphs.recording import _TENSOR, Recording
-from tests.support.modules.recorded import Net
+from tests.support.modules.recorded.cpu import Net
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.recording import Recording, call_of
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
-from tests.support.modules.recorded import IDS, calls_of, gradients, settle, step
+from tests.support.modules.recorded.cpu import IDS, calls_of, gradients, settle, step
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
-from tests.support.modules.recorded_gpu import Net, assert_same, settle, step, texts
+from tests.support.modules.recorded.gpu import Net, assert_same, settle, step, texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -75,7 +75,7 @@ def test_a_replay_drops_what_an_eager_call_drops_from_the_same_seed():
     assert_same(net, plain)
 
 
-def test_training_goes_the_way_of_eager_training():
+def test_recorded_training_follows_eager_training():
     net = Net().cuda()
     plain = copy.deepcopy(net)
     RecordedCalls(net)

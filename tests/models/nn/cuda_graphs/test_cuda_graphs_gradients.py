@@ -13,7 +13,7 @@ from torch import nn
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
-from tests.support.modules.recorded import IDS, gradients, settle, step
+from tests.support.modules.recorded.cpu import IDS, gradients, settle, step
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
 

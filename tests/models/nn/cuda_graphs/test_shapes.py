@@ -18,33 +18,33 @@ def call(rows):
 def shapes():
     known = KnownShapes(most=2)
     for rows in (3, 5):
-        assert not known.came(call(rows).key)
+        assert not known.count_call(call(rows).key)
         known.add(call(rows))
     return known
 
 
 def test_only_shapes_that_came_again_are_due_and_the_largest_is_first(shapes):
-    shapes.came_again(call(3).key)
+    shapes.count_known_call(call(3).key)
     assert [one.elements for one in shapes.due({})] == [6]
 
-    shapes.came_again(call(5).key)
+    shapes.count_known_call(call(5).key)
     assert [one.elements for one in shapes.due({})] == [10, 6]
     assert [one.elements for one in shapes.due({call(5).key})] == [6]
 
 
 def test_a_new_shape_begins_the_wait_again(shapes):
-    waits = [shapes.came_again(call(3).key) for _ in range(SETTLED)]
+    waits = [shapes.count_known_call(call(3).key) for _ in range(SETTLED)]
     assert waits == [False] * (SETTLED - 1) + [True]
 
     shapes.unsettle()
-    assert not shapes.came_again(call(3).key)
+    assert not shapes.count_known_call(call(3).key)
 
 
 def test_a_shape_without_calls_makes_room_only_where_there_is_none(shapes):
     for _ in range(300):
-        assert shapes.came(call(3).key)
+        assert shapes.count_call(call(3).key)
     assert shapes.is_full
-    assert shapes.make_room() == [call(5).key]
+    assert shapes.drop_stale() == [call(5).key]
     assert not shapes.is_full
-    assert shapes.make_room() == []
-    assert not shapes.came(call(5).key)
+    assert shapes.drop_stale() == []
+    assert not shapes.count_call(call(5).key)

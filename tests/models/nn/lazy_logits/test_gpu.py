@@ -1,4 +1,4 @@
-"""Lazy logits on a GPU: fused kernels compute the chunks, and losses and gradients are those of all logits."""
+"""Lazy logits on a GPU: fused kernels give the losses and gradients of all logits."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Losses of lazy logits and their gradients equal those of all logits, by family and kind of loss."""
+"""Losses and gradients of lazy logits equal those of all logits, by family and loss."""
 
 import copy
 
@@ -148,7 +148,7 @@ def gradients(model, loss_of):
 
 
 def assert_equal(model, loss_of, *, most=1e-12):
-    """Compare a model with all logits and its twin in chunks; return the texts that the twin logged."""
+    """Compare a model with all logits and its twin in chunks; return the twin's log lines."""
     twin = copy.deepcopy(model)
     heads = LazyHeads(twin, ROWS)
     said = heads._stand_ins[0]._said

@@ -93,7 +93,7 @@ def compared(draw, *, sizes=SPLITS[0], order="interleaved"):
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 @pytest.mark.parametrize("name", DRAWS)
-def test_parts_with_replayed_draws_have_the_whole_gradient(name, sizes):
+def test_micro_batches_with_replayed_draws_have_the_whole_gradient(name, sizes):
     order = "blocks" if "blocks" in name else "interleaved"
     whole, parts, replays = compared(DRAWS[name], sizes=sizes, order=order)
 
@@ -205,7 +205,7 @@ def recurrent_gradient(net, mode, x):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_with_dropout_agree_over_parts(kind):
+def test_recurrent_layers_with_dropout_agree_over_micro_batches(kind):
     net = kind(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True).double()
     record = RecordDraws()
     replayed, constant, start = 0.0, 0.0, 0
@@ -252,7 +252,7 @@ def test_kernels_that_draw_inside_are_called_without_dropout(name, place):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["attention", "lstm"])
-def test_fused_kernels_on_a_gpu_agree_over_parts(kind):
+def test_fused_kernels_on_a_gpu_agree_over_micro_batches(kind):
     device = torch.device("cuda")
     net = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True).to(device)
     x = X.float().to(device)

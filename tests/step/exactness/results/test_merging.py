@@ -85,13 +85,13 @@ def test_a_function_gets_values_and_rows():
     assert merged(lambda values, rows: (values, rows), ["a", "b", "c"], BY_ROWS) == (["a", "b", "c"], SIZES)
 
 
-def test_a_part_without_terms_may_be_nan_in_a_mean():
+def test_a_micro_batch_without_terms_may_be_nan_in_a_mean():
     values = [torch.tensor(float("nan")), torch.tensor(2.0), torch.tensor(5.0)]
 
     assert float(merged("mean", values, MicroBatchWeights([1, 1, 1], [0.0, 1.0, 2.0]))) == 4.0
 
 
-def test_a_mean_without_any_terms_is_over_parts():
+def test_a_mean_without_any_terms_is_over_micro_batches():
     assert float(merged("mean", [torch.tensor(2.0), torch.tensor(4.0)], MicroBatchWeights([1, 3], [0.0, 0.0]))) == 3.0
 
 
@@ -153,6 +153,23 @@ def test_a_mean_over_terms_and_one_over_rows_are_told_apart():
     assert fitting(values, torch.tensor(25 / 8), BY_TERMS, tolerance=1e-6) == {"mean of rows"}
 
 
+@pytest.mark.parametrize("made", [float, torch.tensor, np.float64, lambda value: np.array([value])])
+@pytest.mark.parametrize("rule", ["sum", "mean", "mean of rows"])
+def test_rounding_is_relative_to_summands_that_cancel(made, rule):
+    weights = {"sum": [1.0, 1.0, 1.0], "mean": [4 / 9, 2 / 9, 3 / 9], "mean of rows": [1 / 8, 2 / 8, 5 / 8]}[rule]
+    shares = [0.001875, -0.00046875, -0.00140625]
+    values = [made(share / weight) for share, weight in zip(shares, weights, strict=True)]
+
+    assert fitting(values, made(7e-10), BY_TERMS, tolerance=1e-4) == {rule}
+    assert fitting(values, made(7e-7), BY_TERMS, tolerance=1e-4) == set()
+
+
+def test_small_numbers_are_no_rounding():
+    values = [3e-6, 1e-6, 5e-6]
+
+    assert fitting(values, 9e-6, BY_TERMS, tolerance=1e-4) == {"sum"}
+
+
 def hits(scores, labels):
     return ((scores > 0.5) == (labels > 0)).sum()
 
@@ -208,7 +225,7 @@ def test_a_rule_that_was_refuted_does_not_come_back():
     assert table.unmergeable == {"v"}
 
 
-def test_values_of_another_kind_in_a_part_fit_nothing():
+def test_values_of_another_kind_in_a_micro_batch_fit_no_rule():
     assert fitting([1, 2.0], 3.0, MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=1e-6) == frozenset()
     assert (
         fitting([torch.ones(1), [1.0]], torch.ones(2), MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=0.0)

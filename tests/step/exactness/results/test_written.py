@@ -206,7 +206,7 @@ def test_times_addresses_and_generators_are_left_as_they_come(kind):
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
 
 
-def test_generators_of_its_own_advance_once_a_batch_where_each_part_draws_alike():
+def test_own_generators_advance_once_a_batch_where_micro_batches_draw_alike():
     plain, _ = run(OwnGenerators, "auto")
     split, _ = run(OwnGenerators, UnifiedStrategy(micro_batch_size=3))
 

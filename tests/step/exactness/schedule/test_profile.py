@@ -161,7 +161,7 @@ def test_the_values_of_a_large_leaf_are_those_of_a_small_one(monkeypatch):
 @pytest.mark.parametrize("at_once", [1, 3, 10, 1 << 22])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 37), (2, 9, 5), (40, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8])
-def test_counts_in_parts_are_those_of_the_whole(monkeypatch, dtype, shape, at_once):
+def test_counts_in_micro_batches_are_those_of_the_whole(monkeypatch, dtype, shape, at_once):
     values = torch.arange(2 * 9 * 5 * 5)[: torch.Size(shape).numel()].reshape(shape) % 4
     if dtype.is_floating_point and dtype.itemsize > 1:
         values = values.to(dtype).masked_fill(values == 3, torch.inf).masked_fill(values == 2, torch.nan)

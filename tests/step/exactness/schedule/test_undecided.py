@@ -30,7 +30,7 @@ class ZeroForMany(Net):
         return super().loss(out, batch) * (len(out) <= 4)
 
 
-def test_a_whole_gradient_of_zero_is_compared_with_parts_that_have_one():
+def test_a_whole_gradient_of_zero_is_compared_with_micro_batches_that_have_one():
     with pytest.raises(SplitError, match="cannot be split exactly"):
         run(ZeroForMany, batches(number=1))
 

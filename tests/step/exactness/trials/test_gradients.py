@@ -40,7 +40,7 @@ def random(*shape, seed=0, scale=1.0):
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_parts_that_add_up_differ_by_nothing():
+def test_micro_batches_that_add_up_differ_by_nothing():
     first, second = random(50, 4), random(50, 4, seed=1)
 
     assert off([first + second], [first], [second]).excess < 1e-6
@@ -74,7 +74,7 @@ def test_a_gradient_of_nothing_but_rounding_passes():
     assert off([large, 1e4 * noise], [large, -1e4 * noise]).excess > 1
 
 
-def test_parts_that_cancel_are_held_against_their_own_size():
+def test_micro_batches_that_cancel_are_compared_with_their_own_size():
     """The whole is small because large parts cancel: what they round to is not an error."""
     part = random(100, scale=1e3)
     rest = random(100, seed=1, scale=1e-3)
@@ -100,11 +100,11 @@ def test_a_difference_that_is_not_a_number_is_a_disagreement():
     assert off([whole], [whole * float("nan")]).excess == float("inf")
 
 
-def test_a_part_that_trains_other_parameters_disagrees():
+def test_a_micro_batch_that_trains_other_parameters_disagrees():
     assert off([random(1)], [random(1)], [random(1), random(1)]).excess == float("inf")
 
 
-def test_parts_are_weighted():
+def test_micro_batches_are_weighted():
     whole, weights = random(5), (0.75, 0.25, -1.0)
     parts = [(sampled(whole * (seed + 1)), weight) for seed, weight in enumerate(weights)]
 

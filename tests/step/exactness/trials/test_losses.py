@@ -210,7 +210,7 @@ def test_sparse_tensors_are_no_candidates():
     assert [rule.name for rule in candidates(batch, ROWS)] == ["rows", "sum"]
 
 
-def test_parts_without_terms_have_no_share_and_none_at_all_go_by_rows():
+def test_micro_batches_without_terms_have_no_share_and_none_at_all_go_by_rows():
     batch = {"labels": torch.tensor([[-100, -100], [1, 2], [3, -100]])}
     rule = candidates(batch, 3)[1]
     parts = [part_of(batch, index, index + 1) for index in range(3)]
@@ -219,7 +219,7 @@ def test_parts_without_terms_have_no_share_and_none_at_all_go_by_rows():
     assert shares(rule, [parts[0], parts[0]], [1, 3]) == [0.25, 0.75]
 
 
-def test_a_part_without_the_leaf_counts_nothing():
+def test_a_micro_batch_without_the_leaf_counts_nothing():
     rule = candidates({"labels": filled(-100)}, ROWS)[1]
 
     assert rule.count({"x": X}) == 0

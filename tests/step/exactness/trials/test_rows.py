@@ -7,20 +7,20 @@ from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 
 
 @pytest.mark.parametrize("units", range(2, 41))
-def test_every_split_has_all_units_and_no_empty_part(units):
+def test_every_split_has_all_units_and_no_empty_micro_batch(units):
     for split in splits_of(units):
         assert sum(split) == units
         assert min(split) >= 1
 
 
 @pytest.mark.parametrize("units", range(6, 41))
-def test_from_six_units_on_three_unequal_parts(units):
+def test_from_six_units_on_three_unequal_micro_batches(units):
     for split in splits_of(units):
         assert len(set(split)) == len(split) == 3
 
 
 @pytest.mark.parametrize("units", range(4, 41))
-def test_two_different_splits_of_three_parts(units):
+def test_two_different_splits_of_three_micro_batches(units):
     first, second = splits_of(units)
 
     assert len(first) == len(second) == 3
@@ -32,7 +32,7 @@ def test_few_units(units, splits):
     assert splits_of(units) == splits
 
 
-def test_parts_begin_where_the_one_before_ends():
+def test_micro_batches_begin_where_the_one_before_ends():
     assert starts_of([1, 3, 4]) == [0, 1, 4]
     assert starts_of([]) == []
 

@@ -86,7 +86,7 @@ def test_a_micro_batch_that_shrinks_and_grows_back_learns_the_same(tmp_path, by_
         assert torch.allclose(weight, module.state_dict()[name], rtol=0, atol=1e-12), name
 
 
-def test_a_module_that_cannot_be_cut_is_left_whole_and_the_next_rung_is_taken(tmp_path, by_hand):
+def test_a_module_that_cannot_be_split_is_left_whole_and_the_next_rung_is_taken(tmp_path, by_hand):
     module, _ = fit_exact(tmp_path, Scripted("critical", stop=False), splittable=False)
 
     assert set(module.rows) == {8}

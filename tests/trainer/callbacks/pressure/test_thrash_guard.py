@@ -73,7 +73,7 @@ def lines(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_run_that_thrashes_says_so_once_and_gives_way(small_run, tmp_path, caplog):
+def test_a_run_that_thrashes_reports_it_once_and_releases_memory(small_run, tmp_path, caplog):
     guard = Slow(slow_from=10)
     with caplog.at_level(logging.WARNING, "lightning_unified"):
         _, trainer = small_run.fit(tmp_path, callbacks=[guard, RunCheckpoint(tmp_path)], max_steps=40)
@@ -177,7 +177,7 @@ def test_a_cpu_is_not_read_for_a_gap():
     assert watch.ended(fake_trainer(), torch.zeros(2), CALM) is None
 
 
-def test_the_trace_tells_of_a_budget_that_followed_other_programs(small_run, tmp_path, monkeypatch):
+def test_the_trace_records_a_budget_that_followed_other_programs(small_run, tmp_path, monkeypatch):
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     class Following(SingleDeviceStrategy):

@@ -57,7 +57,7 @@ def test_a_batch_of_the_loader_is_prepared_in_its_dry_run():
 
 
 @pytest.mark.parametrize(("sanity_steps", "event"), some([(1, 0), (0, 1)], (0, 1)))
-def test_a_validation_batch_that_does_not_fit_is_cut_before_memory_runs_out(sanity_steps, event):
+def test_a_validation_batch_that_does_not_fit_is_split_before_memory_runs_out(sanity_steps, event):
     strategy = UnifiedStrategy(simulate="h200", budget="48MiB")
     module = fit(strategy, kind=Validates, rows=16, validation_rows=256, num_sanity_val_steps=sanity_steps)
     validation = strategy.plan.prediction.validation
@@ -80,7 +80,7 @@ def test_the_predicted_peak_is_that_of_a_validation_that_takes_more_than_trainin
     assert strategy.plan.predicted_peak_bytes == pytest.approx(strategy.measured_peak().bytes, abs=1.01 * train_batch)
 
 
-def test_a_validation_that_fits_in_no_way_is_named_and_the_run_goes_on(caplog):
+def test_a_validation_that_never_fits_is_named_and_the_run_continues(caplog):
     class Whole(Validates):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(splittable=False)

@@ -156,7 +156,7 @@ def test_what_planning_takes_of_a_cpus_pool_is_not_given_to_the_step_as_well(mon
     assert strategy.plan.predicted_peak_bytes - strategy.plan.prediction.reserved_bytes > 106 * MIB
 
 
-def test_what_fits_in_no_way_is_refused_with_what_would_fit():
+def test_a_run_that_never_fits_is_refused_with_sizes_that_would():
     class Whole(Deep):
         def configure_micro_batches(self, stage):
             return MicroBatchRules(splittable=False)
@@ -247,7 +247,7 @@ def test_the_plan_is_plain_values_for_its_file():
     assert content["reasons"]["prediction"]
 
 
-def test_what_was_measured_is_kept_for_the_machines_next_runs():
+def test_measured_speeds_are_saved_for_the_machines_next_runs():
     strategy = UnifiedStrategy(budget="2GiB")
     fit(strategy, rows=256, lengths=(128,) * 4)
     machines = calibrated_machines()

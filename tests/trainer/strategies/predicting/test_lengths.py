@@ -40,7 +40,7 @@ def shorter(tmp_path_factory):
         return fit(strategy, kind=Noting, lengths=LENGTHS), strategy
 
 
-def test_shorter_rows_run_as_many_at_once_as_are_predicted_to_fit(shorter):
+def test_shorter_rows_get_the_largest_micro_batch_predicted_to_fit(shorter):
     module, _ = shorter
     at_once = {length: max(rows for rows, each in module.seen if each == length) for length in LENGTHS}
 
@@ -54,14 +54,14 @@ def test_memory_does_not_run_out_in_shorter_rows_either(shorter):
     assert strategy.simulated.allocator.peak_reserved <= 6 * MIB
 
 
-def test_parts_of_as_many_rows_as_fit_their_length_train_the_same_weights(shorter):
+def test_micro_batches_sized_by_row_length_train_the_same_weights(shorter):
     torch.testing.assert_close(
         weights(shorter[0]), weights(fit("auto", kind=Noting, lengths=LENGTHS)), rtol=1e-5, atol=1e-7
     )
 
 
 @pytest.mark.slow
-def test_longer_rows_are_planned_for_after_shorter_ones_were_cut():
+def test_longer_rows_are_planned_for_after_shorter_ones_were_split():
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB", recompute=False)
     fit(strategy, lengths=(96, 128))
 

@@ -1,4 +1,4 @@
-"""Format of a user's labelled files: the columns to read, the encoding, and the settings that name them."""
+"""Format of a user's labelled files: columns, encoding, and the names of these settings."""
 
 import codecs
 from dataclasses import asdict, dataclass, field
@@ -7,12 +7,15 @@ from typing import Any
 __all__ = ["Column", "FileFormat", "Settings"]
 
 Column = str | int
-"""A column by the name in the first line, or by its number from 0 in a table without a line of names."""
+"""A column: its name in the first line, or its number from 0 in a table without names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a user writes the settings of a format, for messages: overrides of a run, or flags of a command."""
+    """The way a user writes the settings of a format: run overrides or command flags.
+
+    Messages use it.
+    """
 
     text: str = "data.text_column="
     label: str = "data.label_column="

@@ -28,7 +28,7 @@ _SPLITS = {"": False, "train": False, "test": True}
 
 
 def read(path: Path, form: FileFormat | None = None) -> list[LabelledText]:
-    """Return the labelled texts of a file or folder; text or label is empty where a row has none.
+    """Return the labelled texts of a file or folder; an empty cell gives an empty text or label.
 
     Raises:
         FileNotFoundError: If `path` does not exist, or is a folder without a text in a class.
@@ -106,7 +106,7 @@ def _labelled(row: Mapping[Any, Any], given: FileFormat, *, where: str) -> Label
 
 
 def _class(value: Any) -> str | None:
-    """Return the name of a class; an empty one for null and NaN, None for a value that names none."""
+    """Return a class name: empty for null and NaN, None for a value that is no name."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer():

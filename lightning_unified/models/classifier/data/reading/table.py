@@ -1,9 +1,8 @@
 """Rows of a delimited table, with columns by name or number.
 
-The reader finds the delimiter and refuses each malformed row by its line number.
-
-The delimiter is the one of comma, semicolon, tab and vertical bar under which the first line names the columns. Of a table without
-names, it is the one that gives the first rows equally many fields.
+The reader finds the delimiter and refuses each malformed row by its line number. The delimiter is the one of comma, semicolon, tab
+and vertical bar under which the first line names the columns. Of a table without names, it is the one that gives the first rows
+equally many fields.
 """
 
 import csv
@@ -129,7 +128,7 @@ def _keys(given: FileFormat) -> tuple[str, str]:
 
 
 def _proposed(missing: dict[str, str], names: list[str], *, taken: set[Column]) -> Iterator[str]:
-    """Yield a setting for each missing column: the name most like it, else the first that is free."""
+    """Yield a setting for each missing column: its most similar name, else the first free one."""
     free = [name for name in names if name and name not in taken]
     for column, key in missing.items():
         near = difflib.get_close_matches(column.lower(), [name.lower() for name in free], n=1)

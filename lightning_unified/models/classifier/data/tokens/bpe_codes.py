@@ -1,10 +1,9 @@
 """Build a `tokenizers.Tokenizer` from `vocab.txt` and `bpe.codes`.
 
-BERTweet and PhoBERT store their tokenizers so.
-
-transformers has only slow ones of this kind. A word is divided by the merges of `bpe.codes`; a piece that does not end its word is
-written with `@@` in `vocab.txt`. A piece that `vocab.txt` lacks is unknown. The merges need such pieces nevertheless, so here they have
-ids from that of the token `BEYOND` on, and `TextEncoder` replaces those by the id of `<unk>`.
+BERTweet and PhoBERT store their tokenizers so. transformers has only slow ones of this kind. A word is divided by the merges of
+`bpe.codes`; a piece that does not end its word is written with `@@` in `vocab.txt`. A piece that `vocab.txt` lacks is unknown. The
+merges need such pieces nevertheless, so here they have ids from that of the token `BEYOND` on, and `TextEncoder` replaces those by the
+id of `<unk>`.
 """
 
 import json
@@ -52,7 +51,7 @@ def load_bpe_codes(folder: Path) -> Tokenizer:
 
 
 def write_bpe_codes(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
-    """Write the files of a tokenizer from `load_bpe_codes`, for transformers and for `load_bpe_codes`."""
+    """Write a tokenizer of `load_bpe_codes` as files for transformers and `load_bpe_codes`."""
     ids = tokenizer.get_vocab()
     mask = ids["<mask>"]
     own = sorted((number, piece) for piece, number in ids.items() if len(_FIRST) <= number < mask)

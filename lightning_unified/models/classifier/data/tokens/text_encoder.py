@@ -64,7 +64,7 @@ class TextEncoder:
         return self._backend.get_vocab_size() if self._beyond is None else self._beyond
 
     def prepared(self, text: str) -> str:
-        """Return the text that is encoded: a normalised tweet for BERTweet's tokenizer, else the text itself."""
+        """Return the text to encode: a normalised tweet for BERTweet's tokenizer, else the text."""
         return normalize_tweet(text) if self._backend.token_to_id(TWEETS) is not None else text
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +107,10 @@ class TextEncoder:
             return self._within(self._truncating(max_length).encode_batch_fast([self.prepared(text) for text in texts]))
 
     def _within(self, encodings: Sequence[Encoding]) -> Sequence[Encoding | Encoded]:
-        """Return the encodings with the id of the unknown token for pieces beyond the vocabulary; see `bpe_codes`."""
+        """Return the encodings with the unknown token's id in place of ids beyond the vocabulary.
+
+        `bpe_codes` explains where such ids come from.
+        """
         limit, unknown = self._beyond, self.id_of("unk_token")
         if limit is None or unknown is None:
             return encodings

@@ -1,4 +1,7 @@
-"""Normalisation of tweets as BERTweet's tokenizer in transformers does it: @USER, HTTPURL, emoji as words."""
+"""Normalise tweets as BERTweet's tokenizer does: @USER, HTTPURL, emoji as words.
+
+The results are those of transformers.
+"""
 
 import functools
 import tempfile
@@ -9,7 +12,9 @@ __all__ = ["normalize_tweet"]
 
 
 def normalize_tweet(text: str) -> str:
-    """Return a tweet with `@USER` for names and `HTTPURL` for links, emoji as words, and clitics apart.
+    """Return a tweet with `@USER`, `HTTPURL`, emoji as words, and clitics split off.
+
+    `@USER` stands for names, `HTTPURL` for links.
 
     Raises:
         RuntimeError: If the package emoji or transformers is missing.

@@ -1,0 +1,1 @@
+"""Attention in chunks: time, memory and predicted peaks."""

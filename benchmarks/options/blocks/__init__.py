@@ -1,0 +1,1 @@
+"""Repeated blocks: compiled, and recomputed in the backward pass."""

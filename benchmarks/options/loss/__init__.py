@@ -1,0 +1,1 @@
+"""The chunked loss, and networks with a large vocabulary."""

@@ -1,0 +1,1 @@
+"""Networks whose calls are recorded as CUDA graphs, and their steps."""
