@@ -73,8 +73,8 @@ def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder
     held = None if sharding.hold is None else held_shards(module, devices=devices, whole=whole, recorder=recorder)
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=not whole))
-            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=not whole))
+            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=not whole))  # pyright: ignore[reportArgumentType]
+            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=not whole))  # pyright: ignore[reportArgumentType]
     return held
 
 

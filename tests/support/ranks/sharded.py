@@ -400,7 +400,7 @@ def chosen() -> tuple[str, str]:
     for whole in (False, True):
         strategy = UnifiedFSDPStrategy()
         if whole and local_rank() == 1:
-            fsdp._bytes_of_whole = lambda *_, **__: 2**62
+            fsdp.bytes_of_whole = lambda *_, **__: 2**62
         trained(strategy, ranks=2, rank=local_rank(), max_steps=1, max_epochs=-1)
         held.append(strategy.holds)
     return held[0], held[1]
