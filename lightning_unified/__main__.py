@@ -9,7 +9,7 @@ __all__ = ["run"]
 
 
 def run() -> int:
-    """Run `plan` without the garbage collector, also at the end of the process, and every other command with it.
+    """Run a command; run `plan` without the garbage collector, to the end of the process.
 
     The traces of a plan are a million objects. A collection visits all of them, and finds little before the process ends.
     """

@@ -87,7 +87,7 @@ class Unlearnt(Decoder):
 
 
 def run_ragged() -> dict[str, Any]:
-    """Plan all batches of a fit in this process, and return the CPU seconds of planning, dry runs and lengths."""
+    """Plan all batches of a fit in this process, and return where the CPU seconds went."""
     prepare("planning")
     torch.manual_seed(0)
     begun: list[float] = []
@@ -126,7 +126,7 @@ def run_ragged() -> dict[str, Any]:
 
 
 def run_cell(name: str) -> dict[str, Any]:
-    """Plan once in this process, and return its dry runs and the CPU seconds before the first one."""
+    """Plan once in this process; return its dry runs and the CPU seconds before them."""
     if name == RAGGED:
         return run_ragged()
     prepare("planning")

@@ -125,7 +125,10 @@ def aligned(length: int, remainder: int = _ALIGNED - 1) -> int:
 
 
 def _can_be_first(planned: int, length: int) -> bool:
-    """Return whether the planned length is the longest, is padded by all kernels, and leaves room for two shorter ones."""
+    """Return whether the traces of the plan serve as those of the longest length.
+
+    The planned length must be the longest and padded by all kernels, and leave two shorter lengths to trace.
+    """
     return planned >= length and planned % _UNPADDED > 0 and planned // _ALIGNED + 1 >= _FIRST
 
 

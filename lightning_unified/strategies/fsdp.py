@@ -1,4 +1,4 @@
-"""`Trainer(strategy="unified_fsdp")`: one module divided over several ranks (FSDP2), each inside its memory budget."""
+"""`Trainer(strategy="unified_fsdp")`: one module sharded over several ranks by FSDP2."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ __all__ = ["UnifiedFSDPStrategy"]
 
 
 class UnifiedFSDPStrategy(RankedBase, ShardedState):
-    """Trains one module divided over several devices or processes with FSDP2, each inside a memory budget.
+    """Trains one module sharded over several devices with FSDP2, each inside a memory budget.
 
     Each rank holds its rows of every parameter, of its gradient and of the optimizer state. The module's repeated blocks are
     gathered one by one; a module that calls `fully_shard` in `configure_model` is left as it is. The result is that of one process on
@@ -198,7 +198,10 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         return super()._evaluation(trainer)
 
     def _keeps_shards(self, module: nn.Module) -> bool:
-        """Return whether ranks hold shards during a step: as asked, or if the whole does not fit the budget of one of them."""
+        """Return whether ranks hold shards during a step.
+
+        They do if the user asks for it, or if whole parameters and gradients exceed the budget of one rank.
+        """
         if self._hold != "auto":
             return self._hold == "shards"
         budget = self.policy.watch.budget

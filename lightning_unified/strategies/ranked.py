@@ -25,7 +25,10 @@ __all__ = ["RankedBase", "check_start"]
 
 
 class RankedBase(NamedLosses, UnifiedBase, DDPStrategy):
-    """Adds the meetings of several ranks to a strategy; Lightning's `DDPStrategy` starts and connects their processes."""
+    """Adds the meetings of several ranks to a strategy.
+
+    Lightning's `DDPStrategy` starts and connects their processes.
+    """
 
     strategy_name = "unified"
     policy: DistributedPolicy

@@ -88,7 +88,10 @@ def attends_by_itself(module: nn.Module) -> list[str]:
 
 
 def _replace(before: Any, after: Any, module: nn.Module) -> None:
-    """Replace a function in all loaded modules, in their dictionaries, and in the attributes of `module` and its submodules."""
+    """Replace a function in all loaded modules, in their dictionaries, and in `module`.
+
+    Attributes of `module` and of its submodules are replaced.
+    """
     interfaces: dict[type, bool] = {dict: False}
     for loaded, each in list(sys.modules.items()):
         names = getattr(each, "__dict__", None)
@@ -112,6 +115,6 @@ def _replace_in(holder: MutableMapping[str, Any], before: Any, after: Any) -> No
 
 
 def _mappings_of(interface: Any) -> Iterator[MutableMapping[str, Any]]:
-    """Yield the entries of an attention registry of transformers: those of the object, and those of its class."""
+    """Yield the entries of an attention registry of transformers, and those of its class."""
     yield from (vars(interface)[slot] for slot in ("_local_mapping",) if slot in vars(interface))
     yield from (getattr(type(interface), slot) for slot in ("_global_mapping",) if hasattr(type(interface), slot))

@@ -215,7 +215,10 @@ _READS, _WRITES, _MAKES, _COMPUTES = "reads", "writes", "makes", "computes"
 
 @cache
 def _kind_of(func: Any) -> str:
-    """Return what an operation does with values; `_MAKES` makes a tensor that has none, from whatever arguments."""
+    """Return what an operation does with values.
+
+    Operations of `_MAKES` make a tensor without values from any arguments.
+    """
     if func in READS or func is aten.index.Tensor:
         return _READS
     if func._schema.is_mutable:

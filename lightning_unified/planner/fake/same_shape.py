@@ -48,7 +48,10 @@ class SameShape:
 
 
 def _kind(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Size] | None:
-    """Return what identifies the calls that are alike but for their shape, and the shape of the result; None for other calls."""
+    """Return the key of the calls that differ in their shape only, and the shape of the result.
+
+    None for other calls.
+    """
     if func is _PRODUCT:
         left, right = args
         if left.dim() != _MATRIX or right.dim() != _MATRIX or left.shape[1] != right.shape[0]:
@@ -80,7 +83,10 @@ def _keeps_shape(func: Any) -> bool:
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
-    """Return whether the strides are those that torch gives a new tensor of this shape; empty tensors count as not contiguous."""
+    """Return whether the strides are those of a new tensor of this shape.
+
+    Empty tensors count as not contiguous.
+    """
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:

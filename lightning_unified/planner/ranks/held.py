@@ -3,6 +3,7 @@
 It is whole parameters, or scratch memory alone.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -59,6 +60,10 @@ class _LoneRank:
     def meet(self, *_: Any, **__: Any) -> list[Any]:
         """Return the words of no other rank."""
         return []
+
+    def losses_named(self) -> AbstractContextManager[None]:
+        """Return a block in which no rank can be lost."""
+        return nullcontext()
 
     def average(self, tensor: Tensor) -> None:
         """Note a sum over all ranks."""

@@ -163,7 +163,10 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def scatter_sum(self, tensor: Tensor, own: Tensor) -> None:
-        """Write this rank's part of the sum of the ranks' `tensor` into `own`; `tensor` has equal parts for all ranks."""
+        """Write this rank's part of the sum of the ranks' `tensor` into `own`.
+
+        `tensor` has equal parts for all ranks.
+        """
         with self.losses_named():
             dist.reduce_scatter_tensor(own, tensor)
 

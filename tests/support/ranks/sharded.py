@@ -395,7 +395,7 @@ def dying(hold: Any) -> Any:
 
 
 def chosen() -> tuple[str, str]:
-    """Return what ranks hold with a large budget on all, and with one on the second rank that the whole exceeds."""
+    """Return what ranks hold with a large budget, and with a small one on the second rank."""
     held = []
     for whole in (False, True):
         strategy = UnifiedFSDPStrategy()
