@@ -1,4 +1,4 @@
-"""Register `"unified"`, `"unified_ddp"` and `"unified_fsdp"` with Lightning, now or when Lightning is imported.
+"""Register the strategies of this package with Lightning, now or when Lightning is imported.
 
 This module stays at the top of the package: importing `strategies` would import Lightning.
 """

@@ -95,7 +95,17 @@ class UndoError(RunError):
 
 
 class RankError(RunError):
-    """Another rank failed, is gone, or is at another point of the run, so this rank cannot continue."""
+    """Another rank failed, is gone, or is at another point of the run, so this rank cannot continue.
+
+    Args:
+        text: What happened.
+        failed: Ranks that reported an error of their own.
+        missing: Ranks that do not answer.
+    """
+
+    def __init__(self, text: str = "", *, failed: tuple[int, ...] = (), missing: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.failed, self.missing = failed, missing
 
 
 class HostFrozenError(RunError):

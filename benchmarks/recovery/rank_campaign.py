@@ -1,4 +1,4 @@
-"""Run hundreds of small fits of several ranks under unified_fsdp with a fault on one rank, and look for losses.
+"""Run hundreds of small fits under unified_fsdp with a fault on one rank; count losses.
 
 The faults are memory that runs out on one rank, SIGTERM and SIGKILL.
 
@@ -128,7 +128,10 @@ def draw_case(seed: int, index: int, fault: str) -> Case:
 
 
 def judge(case: Case, folder: Path) -> Row:
-    """Run a case to its end, starting it again where a signal ended it, and compare it with an undisturbed one."""
+    """Run a case to its end, and compare it with an undisturbed one.
+
+    A start that a signal ended is followed by one that resumes.
+    """
     folder.mkdir()
     begun, said, hung, ended, starts = time.monotonic(), [], False, None, 0
     for starts in range(1, MOST_STARTS + 1):

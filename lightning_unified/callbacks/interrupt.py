@@ -12,14 +12,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_unified.callbacks.loops import call_off_validation, window_is_open
+from lightning_unified.callbacks.ranks.agreement import most
+from lightning_unified.callbacks.ranks.requeue import Requeue, requeue_of, signal_named
 from lightning_unified.callbacks.stopping import kept_state, restore_limits, stop_cleanly
+from lightning_unified.errors import RankError
 from lightning_unified.terminal import say
 
 __all__ = ["GracefulInterrupt"]
@@ -44,37 +46,53 @@ class GracefulInterrupt(Callback):
     handlers of this callback replace Lightning's while batches run. Outside the main thread Python allows no signal handlers; there
     the callback warns and does nothing.
 
+    In a job of SLURM, the signal by which the scheduler announces the end of the job (`#SBATCH --signal=SIGUSR1@90`) is handled like
+    SIGTERM, and the saved job is requeued by `scontrol requeue`. The handler of that signal only notes it. `SLURMEnvironment(auto_requeue=
+    False)` among the Trainer's plugins switches this off. Repeated signals of the scheduler do not end the run at once; Ctrl-C does.
+
     Args:
         resume_command: The command to print for continuing; default is the line of Python with the checkpoint's path.
+        requeue_signal: `SIGUSR1`, `SIGUSR2` or `SIGTERM`; default is that of the Trainer's `SLURMEnvironment`, or SIGUSR1.
 
     Attributes:
-        signal: The signal that stopped the last `fit`: SIGINT, SIGTERM, or None.
+        signal: The signal that stopped the last `fit`: SIGINT, SIGTERM, the signal of a requeue, or None.
         is_forced: Whether a second signal ended it at once.
+        is_requeued: Whether the job was put back into SLURM's queue.
+
+    Raises:
+        ConfigurationError: If `requeue_signal` names no signal that can be handled.
 
     Source:
         lightning/pytorch/trainer/connectors/signal_connector.py for when Lightning registers and restores handlers (2.6.6).
     """
 
-    def __init__(self, *, resume_command: str | None = None) -> None:
+    def __init__(self, *, resume_command: str | None = None, requeue_signal: str | None = None) -> None:
+        if requeue_signal is not None:
+            signal_named(requeue_signal)
         self.resume_command = resume_command
+        self.is_requeued = False
+        self._requeue_signal = requeue_signal
+        self._requeue: Requeue | None = None
         self.signal: signal.Signals | None = None
         self.is_forced = False
         self._trainer: weakref.ref[Trainer] | None = None
         self._before: dict[signal.Signals, _Handler] = {}
-        self._running = False
+        self._running = self._armed = False
         self._process = os.getpid()
         self._step_before = 0
         self._saved = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy in another process, which handles no signals there."""
-        return {**vars(self), "_before": {}, "_running": False, "_trainer": None}
+        return {**vars(self), "_before": {}, "_running": False, "_armed": False, "_trainer": None, "_requeue": None}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self.signal, self.is_forced, self._running, self._saved = None, False, False, ""
+        self.is_requeued = False
+        self._requeue = self.requeue(trainer)
         self._trainer = weakref.ref(trainer)
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
@@ -82,9 +100,20 @@ class GracefulInterrupt(Callback):
                 "GracefulInterrupt does nothing here: fit does not run in the main thread, the only one that may handle signals"
             )
             return
+        self._armed = True
         # Install the handler now, so that loader workers forked before the first batch inherit one that ignores Ctrl-C.
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        more = () if self._requeue is None else (self._requeue.signal,)
+        self._before = {number: signal.getsignal(number) for number in dict.fromkeys((*_SIGNALS, *more))}
         self._install()
+
+    def requeue(self, trainer: Trainer) -> Requeue | None:
+        """Return how the job of this process is requeued, None if it is not; tests override this method."""
+        return requeue_of(getattr(trainer.strategy, "cluster_environment", None), self._requeue_signal)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._before:  # Lightning has just registered handlers, which broadcast, save and log inside of a handler
+            self._install()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,14 +154,19 @@ class GracefulInterrupt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._running = False
         restore_limits(trainer)
-        if self._saved and trainer.is_global_zero and self.signal is not None:
+        if not self._saved or self.signal is None:
+            return
+        if trainer.is_global_zero:
             command = self.resume_command or f'trainer.fit(module, ckpt_path="{self._saved}")'
             say(
                 f"Stopped by {self.signal.name} after step {trainer.global_step}. Saved {self._saved}\nGo on with: {command}"
             )
+        self._ask_requeue(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RankError) and exception.missing and self.resume_command is None:
+            _write(kept_state(trainer, command=None).replace("Go on with:", "Go on, with fewer devices:"))
         self._running = False
         restore_limits(trainer)
         self._hand_back()
@@ -142,12 +176,23 @@ class GracefulInterrupt(Callback):
         self._running = False
         self._hand_back()
 
+    def _ask_requeue(self, trainer: Trainer) -> None:
+        """Requeue the job if its scheduler's signal stopped it; all ranks know whether it worked."""
+        if self._requeue is None or self.signal != self._requeue.signal:
+            return
+        failure = self._requeue.ask() if trainer.is_global_zero else None
+        failure = trainer.strategy.broadcast(failure) if trainer.world_size > 1 else failure
+        self.is_requeued = failure is None
+        if trainer.is_global_zero:
+            say(f"SLURM job {self._requeue.job} is {'requeued.' if failure is None else f'not requeued: {failure}'}")
+
     def _install(self) -> None:
-        for number in _SIGNALS:
+        for number in self._before:
             signal.signal(number, self._handle)
 
     def _hand_back(self) -> None:
         """Restore the handlers from before `fit`, unless another handler has replaced ours."""
+        self._armed = False
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -155,11 +200,18 @@ class GracefulInterrupt(Callback):
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:
             return  # a forked loader worker ends with its owner
+        announced = None if self._requeue is None else self._requeue.signal
+        if announced is not None and self._armed and number == announced:
+            self.signal = self.signal or announced
+            return
+        if self._running and announced is not None and self.signal == announced and number == signal.SIGTERM:
+            return  # the scheduler ends the job that this signal requeues; the run is saving already
+        trainer = None if self._trainer is None else self._trainer()
         if self._running and self.signal is None:
             self.signal = signal.Signals(number)
-            _write(f"{self.signal.name}: finishing this step, then saving. Once more to stop at once.")
+            if trainer is None or trainer.is_global_zero:
+                _write(f"{self.signal.name}: finishing this step, then saving. Once more to stop at once.")
             return
-        trainer = None if self._trainer is None else self._trainer()
         if self._running and trainer is not None:
             self.is_forced = True
             if trainer.is_global_zero:
@@ -175,8 +227,7 @@ class GracefulInterrupt(Callback):
         All ranks agree on the answer and on the signal.
         """
         if trainer.world_size > 1:
-            mine = torch.tensor(0 if self.signal is None else int(self.signal), device=trainer.strategy.root_device)
-            number = int(trainer.strategy.reduce(mine, reduce_op="max"))
+            number = most(trainer, 0 if self.signal is None else int(self.signal))
             self.signal = signal.Signals(number) if number else None
         return self.signal is not None
 

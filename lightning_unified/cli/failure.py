@@ -11,7 +11,15 @@ from lightning_unified.cli.config.bounded_files import printable
 from lightning_unified.cli.config.extras import extra_for, missing_packages
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
-__all__ = ["DEBUG_VARIABLE", "INTERRUPTED", "TERMINATED", "explain", "report_failure", "report_interrupt"]
+__all__ = [
+    "DEBUG_VARIABLE",
+    "INTERRUPTED",
+    "TERMINATED",
+    "exit_code_of",
+    "explain",
+    "report_failure",
+    "report_interrupt",
+]
 
 DEBUG_VARIABLE = "LIGHTNING_UNIFIED_DEBUG"
 TERMINATED = 128 + 15
@@ -33,6 +41,11 @@ def explain(error: BaseException) -> tuple[int, str]:
             needed = f"the package {package} is not installed: pip install 'lightning-unified[{extra}]'."
             return ConfigurationError.exit_code, str(error) if "pip install" in str(error) else needed
     return 1, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code for `error`, which another process prints."""
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else explain(error)[0]
 
 
 def report_failure(error: BaseException) -> int:

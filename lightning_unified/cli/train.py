@@ -7,8 +7,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import hydra
@@ -19,12 +20,15 @@ from lightning_unified.cli.config.composition import CONFIG_NAME, PACKAGED, sear
 from lightning_unified.cli.config.help import help_text
 from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides, quoted, with_quoted_paths
-from lightning_unified.cli.config.resume import SavedRun, find_run, merged_overrides
+from lightning_unified.cli.config.resume import AUTO, SavedRun, find_run, find_sweep, merged_overrides
 from lightning_unified.cli.config.sweeper import register as register_sweeper
 from lightning_unified.cli.config.trust import FLAG
-from lightning_unified.cli.failure import report_failure
+from lightning_unified.cli.ranks.board import Board
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.terminal import lasting_output
+
+if TYPE_CHECKING:
+    from lightning_unified.cli.run.job import Outcome
 
 __all__ = ["train"]
 
@@ -42,6 +46,7 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
 
 
 def _train(arguments: Sequence[str], *, config_path: str, program: str) -> int:
+    board = Board()
     try:
         accept_lazy_help()
         register_sweeper()
@@ -62,22 +67,38 @@ def _train(arguments: Sequence[str], *, config_path: str, program: str) -> int:
             if flags.help:
                 sys.stdout.write(help_text(program, [*extra, *flags.overrides], multirun=flags.multirun))
                 return 0
-            saved = _run_to_resume(flags.overrides, multirun=flags.multirun, trusted=trusted)
+            if flags.multirun and board.launch.is_external:
+                raise ConfigurationError(
+                    f"-m under {board.launch.by}: it started {board.launch.size} processes of one run; start a sweep without it, and let each "
+                    "run start its ranks by trainer.devices."
+                )
+            goes_on, flags.overrides = _going_on(flags.overrides, multirun=flags.multirun, trusted=trusted)
+            saved = None if goes_on else _run_to_resume(flags.overrides, trusted=trusted)
             overrides = _with_run(flags.overrides, saved)
             check_overrides([*extra, *overrides], multirun=flags.multirun)
         if flags.cfg:
             return _hydra(arguments, config_path, lambda _: None)
         return _run(
             overrides,
-            given=flags.overrides,
-            saved=saved,
+            job=partial(
+                _job,
+                given=flags.overrides,
+                saved=saved,
+                program=program,
+                flags=(["--config-dir", flags.config_dir] if flags.config_dir else []) + [FLAG] * trusted,
+                goes_on=goes_on,
+                board=board,
+            ),
             multirun=flags.multirun,
             config_path=config_path,
             config_dir=flags.config_dir,
-            program=program,
+            # A continued run writes its overrides itself once it has started, so a refused one leaves the saved run unchanged. The first
+            # of several ranks makes the run's directory.
+            quiet=([] if saved is None and not goes_on and board.launch.is_first else ["hydra.output_subdir=null"])
+            + ([] if board.launch.is_first else ["hydra.run.dir=."]),
         )
     except (Exception, KeyboardInterrupt) as error:
-        return report_failure(error)
+        return board.report(error)
 
 
 def accept_lazy_help(container: Any = argparse._ActionsContainer) -> None:
@@ -109,12 +130,31 @@ def _interpreter() -> str:
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
-def _run_to_resume(overrides: Sequence[str], *, multirun: bool, trusted: bool) -> SavedRun | None:
+def _going_on(overrides: Sequence[str], *, multirun: bool, trusted: bool) -> tuple[bool, list[str]]:
+    """Return whether `run_dir` is continued where it holds something, and the overrides of that run or sweep.
+
+    Raises:
+        ConfigurationError: If nothing says which directory is to be continued.
+    """
+    parsed = parse_overrides(overrides)
+    given = {key_of(override): override.value() for override in parsed if key_of(override) in ("resume", "run_dir")}
+    resume = given.get("resume")
+    if resume is None or (not multirun and resume != AUTO):
+        return False, list(overrides)
+    if resume == AUTO and "run_dir" not in given:
+        raise ConfigurationError(
+            "resume=auto continues what run_dir holds; give run_dir, without the time in its name."
+        )
+    rest = [text for text, one in zip(overrides, parsed, strict=True) if key_of(one) != "resume"]
+    if resume == AUTO:
+        return True, rest
+    return True, [*merged_overrides(find_sweep(str(resume), trusted=trusted), rest), f"run_dir={quoted(str(resume))}"]
+
+
+def _run_to_resume(overrides: Sequence[str], *, trusted: bool) -> SavedRun | None:
     """Return the saved run that `resume=` names, or None."""
     for override in parse_overrides(overrides):
         if key_of(override) == "resume" and override.value() is not None:
-            if multirun:
-                raise ConfigurationError("resume continues one run; leave out -m, or leave out resume.")
             return find_run(str(override.value()), trusted=trusted)
     return None
 
@@ -138,30 +178,32 @@ def _with_run(overrides: Sequence[str], saved: SavedRun | None) -> list[str]:
     ]
 
 
+def _job(config: DictConfig, **about: Any) -> "Outcome":
+    from lightning_unified.cli.run.job import Job
+
+    return Job(config=config, **about).run()
+
+
 def _run(
     overrides: list[str],
     *,
-    given: Sequence[str],
-    saved: SavedRun | None,
+    job: "Callable[[DictConfig], Outcome]",
     multirun: bool,
     config_path: str,
     config_dir: str | None,
-    program: str,
+    quiet: Sequence[str],
 ) -> int:
-    from lightning_unified.cli.run.job import Job
-
     codes = [0]
 
     def task(config: DictConfig) -> float:
-        outcome = Job(config=config, given=list(given), saved=saved, program=program).run()
+        outcome = job(config)
         codes.append(outcome.exit_code)
         if outcome.stops_sweep:
             raise SystemExit(outcome.exit_code)
         return outcome.objective
 
     flags = (["--multirun"] if multirun else []) + (["--config-dir", config_dir] if config_dir else [])
-    # A resumed run writes its overrides itself once it has started, so a refused one leaves the saved run unchanged.
-    flags += [] if saved is None else ["hydra.output_subdir=null"]
+    flags += quiet
     folder = _sweep_folder(overrides)
     named = [
         f"hydra.sweep.dir={quoted(folder)}",

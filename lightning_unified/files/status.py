@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ class RunFigures:
         peak_source: Name of the counter of `peak_bytes`.
         budget_bytes: Bytes the run may use.
         recoveries: Number of steps repeated after an out-of-memory error.
+        rank: Number of the process among those of its run.
+        ranks: Number of processes of the run.
+        run: Name of the run, the same for all its processes; None for a run of one.
     """
 
     directory: str | None
@@ -58,6 +61,9 @@ class RunFigures:
     peak_source: str
     budget_bytes: int | None
     recoveries: int
+    rank: int = 0
+    ranks: int = 1
+    run: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +106,17 @@ def parse_record(text: str) -> RunRecord | None:
         flat = json.loads(text)
         own = {field.name: flat[field.name] for field in fields(RunRecord) if field.name != "figures"}
         datetime.fromisoformat(own["updated"])
-        return RunRecord(**own, figures=RunFigures(**{field.name: flat[field.name] for field in fields(RunFigures)}))
+        return RunRecord(**own, figures=RunFigures(**_figures_in(flat)))
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _figures_in(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures in a record.
+
+    Those that an earlier version did not write have their defaults.
+    """
+    return {one.name: flat[one.name] for one in fields(RunFigures) if one.name in flat or one.default is MISSING}
 
 
 class RunStatus:

@@ -4,7 +4,8 @@ The events of a step are functions of its rows and their length (`cost_model.tra
 others. The first real batch of another length then confirms the result: each storage of its own dry run must take the same bytes. If one
 does not, the step's memory also depends on something else, such as the values of its masks, and every length needs its own dry runs.
 
-Kernels pad rows to multiples of 16 to 128 entries. So dry runs have lengths of one kind (`aligned`), and others count as the next longer one.
+Kernels pad rows to multiples of 16 to 128 entries. So dry runs have lengths with one remainder modulo 128 (`aligned`), and others count as
+the next longer one. The remainder is that of the planned batch where its dry runs can serve as the first of the three lengths.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ _ALIGNED = (
     128  # entries; kernels pad rows to divisors of it, and attention's backward pass works in blocks of 64 or 128
 )
 _FIRST = 3  # multiples of it: rows up to here are traced at 1, 2 and 3
+_UNPADDED = 8  # entries; no kernel pads rows of some multiples of it
 
 
 class RowLengths:
@@ -39,6 +41,7 @@ class RowLengths:
         self._traces, self._combination = traces, combination
         self._dry_run = traces.dry_run(combination)
         self._lines: Interpolation | None = None
+        self._remainder = _ALIGNED - 1
 
     @property
     def is_known(self) -> bool:
@@ -60,17 +63,25 @@ class RowLengths:
         own = self._traces.of(self._combination).even_traces(parts=2)
         if not own or own[-1].length is None:
             raise MisalignedError("no micro-batches of one size were traced, or their rows have no length")
-        first, *others = _lengths(max(own[-1].length, length))
-        small, large = (count * self.unit for count in _ROWS)
-        sizes = [(small, first), (large, first), *((self._as_many(large, first, length=one), one) for one in others)]
         known = {(trace.rows, trace.length): trace for trace in own}
+        small, *_, large = sorted(trace.rows for trace in own) if len(own) > 1 else (0, 0)
+        if small < large and _can_be_first(own[-1].length, length):
+            self._remainder = own[-1].length % _ALIGNED
+        else:
+            small, large = (count * self.unit for count in _ROWS)
+        first, *others = _lengths(max(own[-1].length, length), self._remainder)
+        sizes = [(small, first), (large, first), *((self._as_many(large, first, length=one), one) for one in others)]
         lines = Interpolation([known.get(size) or self._traced(*size) for size in sizes])
         rows = self._as_many(large, first, length=length)
-        trace = self._dry_run(rows, 2, rows, batch=batch, length=aligned(length))
+        trace = self._dry_run(rows, 2, rows, batch=batch, length=self.aligned(length))
         if trace.confidence == "low":
             raise MisalignedError("values that decide shapes were made up on the way")
         lines.confirm(trace)
         self._lines = lines
+
+    def aligned(self, length: int) -> int:
+        """Return the next length with the remainder of the traced lengths."""
+        return aligned(length, self._remainder)
 
     def sizes(self, length: int, *, rows: int, row_bytes: int) -> TracedSizes:
         """Return the step of a batch whose rows are `length` long, at the sizes that a search needs.
@@ -104,16 +115,24 @@ class RowLengths:
         return max(-(-rows * of // (length * self.unit)), _ROWS[0]) * self.unit
 
 
-def aligned(length: int) -> int:
-    """Return the next length that is one less than a multiple of 128.
+def aligned(length: int, remainder: int = _ALIGNED - 1) -> int:
+    """Return the next length with this remainder modulo 128, by default one less than a multiple.
 
-    Kernels pad rows of masks and sums to multiples of 16 to 128, so at these lengths they add one entry. The bytes are then polynomials
-    of the length. At a multiple of 16 a kernel would pad nothing and take fewer tensors, which most lengths do take.
+    Kernels pad rows of masks and sums to multiples of 16 to 128, so at these lengths they add the same number of entries. The bytes are then
+    polynomials of the length. At a multiple of 16 a kernel would pad nothing and take fewer tensors, which most lengths do take.
     """
-    return -(-(length + 1) // _ALIGNED) * _ALIGNED - 1
+    return length + (remainder - length) % _ALIGNED
 
 
-def _lengths(longest: int) -> list[int]:
+def _can_be_first(planned: int, length: int) -> bool:
+    """Return whether the traces of the plan serve as those of the longest length.
+
+    The planned length must be the longest and padded by all kernels, and leave two shorter lengths to trace.
+    """
+    return planned >= length and planned % _UNPADDED > 0 and planned // _ALIGNED + 1 >= _FIRST
+
+
+def _lengths(longest: int, remainder: int) -> list[int]:
     """Return three lengths, the longest first: three tell a square from the sum of a square and a line."""
-    most = max((aligned(longest) + 1) // _ALIGNED, _FIRST)
-    return [_ALIGNED * count - 1 for count in (most, 4 * most // 5, 3 * most // 5)]
+    most = max(aligned(longest, remainder) // _ALIGNED + 1, _FIRST)
+    return [_ALIGNED * (count - 1) + remainder for count in (most, 4 * most // 5, 3 * most // 5)]

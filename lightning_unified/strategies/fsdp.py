@@ -1,6 +1,5 @@
-"""`Trainer(strategy="unified_fsdp")`: one module divided over several ranks (FSDP2), each inside its memory budget."""
+"""`Trainer(strategy="unified_fsdp")`: one module sharded over several ranks by FSDP2."""
 
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -8,22 +7,18 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning as L
-import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.options import MemoryOptions
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.ranks.consensus import Point, Ranks
+from lightning_unified.step.ranks.consensus import Point
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.sharding.iteration import initialize, reset_iteration
@@ -33,19 +28,27 @@ from lightning_unified.step.sharding.lockstep import (
     LockstepOptimization,
     inside_root,
 )
-from lightning_unified.step.sharding.shards import WholeShards, bytes_of_whole
+from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
 from lightning_unified.step.sharding.wrapping import is_sharded, materialize, shard, sharded_roots
 from lightning_unified.strategies.base import options_among
 from lightning_unified.strategies.ranked import RankedBase, check_start
+from lightning_unified.strategies.shardable import (
+    bytes_of_whole,
+    copy_from_first,
+    refuse_in_lockstep,
+    refuse_module,
+    refuse_optimizers,
+    refuse_placements,
+)
 from lightning_unified.strategies.sharded_state import ShardedState
 
 __all__ = ["UnifiedFSDPStrategy"]
 
 
 class UnifiedFSDPStrategy(RankedBase, ShardedState):
-    """Trains one module divided over several devices or processes with FSDP2, each inside a memory budget.
+    """Trains one module sharded over several devices with FSDP2, each inside a memory budget.
 
     Each rank holds its rows of every parameter, of its gradient and of the optimizer state. The module's repeated blocks are
     gathered one by one; a module that calls `fully_shard` in `configure_model` is left as it is. The result is that of one process on
@@ -105,7 +108,7 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         predict = False
         options = options_among(locals())
         if hold == "shards":
-            _refuse_in_lockstep(options)
+            refuse_in_lockstep(options)
         self._use(DistributedPolicy(options, BudgetWatch(budget)))
         self._hold = hold
         self._broadcast_buffers = broadcast_buffers
@@ -150,13 +153,13 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         with self.ranks.reporting_errors():
             if self._precision_plugin is None:
                 self._precision_plugin = Precision()
-            _refuse_module(module, self.precision_plugin, trains=trainer.state.fn == TrainerFn.FITTING)
+            refuse_module(module, self.precision_plugin, trains=trainer.state.fn == TrainerFn.FITTING)
             self.precision_plugin.convert_module(module)
             if not is_sharded(module):
-                _copy_from_first(module, self.ranks)
+                copy_from_first(module, self.ranks)
                 shard(module, self.device_mesh)
             materialize(module, self.root_device)
-            _refuse_placements(module)
+            refuse_placements(module)
         super().setup(trainer)
 
     @override
@@ -169,11 +172,11 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         with self.ranks.reporting_errors():
             keeps = self._keeps_shards(module)
             if keeps:
-                _refuse_in_lockstep(self.policy.options)
+                refuse_in_lockstep(self.policy.options)
             self._shards = (KeptShards if keeps else WholeShards)(module, roots, self.ranks)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            _refuse_optimizers(self.optimizers)
+            refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         # the norm of sharded gradients is a sum over ranks
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
@@ -195,7 +198,10 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         return super()._evaluation(trainer)
 
     def _keeps_shards(self, module: nn.Module) -> bool:
-        """Return whether ranks hold shards during a step: as asked, or if the whole does not fit the budget of one of them."""
+        """Return whether ranks hold shards during a step.
+
+        They do if the user asks for it, or if whole parameters and gradients exceed the budget of one rank.
+        """
         if self._hold != "auto":
             return self._hold == "shards"
         budget = self.policy.watch.budget
@@ -247,7 +253,8 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     def teardown(self) -> None:
         module = self.lightning_module
         if self._shards is not None and module is not None:
-            reset_iteration(sharded_roots(module), reshards=True)  # Lightning moves the module, which FSDP2 refuses in mid-step
+            # Lightning moves the module, which FSDP2 refuses in mid-step
+            reset_iteration(sharded_roots(module), reshards=True)
         super().teardown()
 
     @override
@@ -283,80 +290,3 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
             "predict_step": self.precision_plugin.predict_step_context,
         }
         return self._stepped(name, contexts[name](), args, kwargs)
-
-
-def _refuse_in_lockstep(options: MemoryOptions) -> None:
-    """Raise `ConfigurationError` for options that ranks which hold shards do not offer."""
-    if options.window_mean == "terms":
-        raise ConfigurationError(
-            'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
-            'hold="parameters" or window_mean="batches".'
-        )
-    if options.loss_chunk not in ("auto", False):
-        raise ConfigurationError(
-            f'hold="shards" cannot compute the loss in chunks (loss_chunk={options.loss_chunk}), which uses the output layer outside of its '
-            'own forward; give hold="parameters" or loss_chunk=false.'
-        )
-
-
-def _refuse_module(module: L.LightningModule, precision: Precision, *, trains: bool) -> None:
-    """Raise `ConfigurationError` for what cannot be trained sharded."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        raise ConfigurationError(
-            'strategy="unified_fsdp" cannot train with precision="16-mixed": each rank has other rows of the gradients, and its scaler would '
-            "decide by these alone. Use bf16-mixed, bf16-true or 32-true."
-        )
-    if trains and not module.automatic_optimization:
-        raise ConfigurationError(
-            'strategy="unified_fsdp" needs automatic optimization: gradients are reduced in its step. Use automatic optimization, or '
-            "Lightning's ModelParallelStrategy."
-        )
-    sharded = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
-    if sharded and any(not isinstance(one, DTensor) for one in module.parameters()):
-        name = next(name for name, one in module.named_parameters() if not isinstance(one, DTensor))
-        raise ConfigurationError(
-            f"configure_model of {type(module).__name__} shards {sharded[0] or 'the module'} and leaves {name} whole, whose gradient no rank "
-            'would reduce; shard every parameter, or none, so that strategy="unified_fsdp" does.'
-        )
-
-
-def _refuse_placements(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
-            raise ConfigurationError(
-                f'strategy="unified_fsdp" divides each parameter by rows over all ranks, and {name} is '
-                f"{getattr(parameter, 'placements', 'whole')}. Hybrid sharding and tensor parallelism are not supported: in configure_model, "
-                "call fully_shard with a mesh of one dimension (self.device_mesh) and no shard_placement_fn."
-            )
-
-
-def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise ConfigurationError(
-                'strategy="unified_fsdp" cannot run LBFGS, which computes with all parameters in one vector; use another optimizer.'
-            )
-
-
-def _copy_from_first(module: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the first rank's parameters and buffers.
-
-    Raises:
-        ConfigurationError: If the ranks built different modules.
-    """
-    held = [*module.named_parameters(), *module.named_buffers()]
-    description = "\n".join(f"{name} {tuple(value.shape)} {value.dtype} {value.device.type}" for name, value in held)
-    words = ranks.meet(Point.MODULE, digest=zlib.crc32(description.encode()))
-    other = next((word.rank for word in words if word.digest != words[0].digest), None)
-    if other is not None:
-        ranks.end()
-        raise ConfigurationError(
-            f"rank {other} made another {type(module).__name__} than rank 0: its parameters differ in number, name, shape or type. Build "
-            "the module from the same arguments on all ranks."
-        )
-    with torch.no_grad():
-        for _, value in held:
-            if value.numel() and not value.is_meta:
-                sent = value.detach().contiguous()
-                ranks.broadcast(sent.view(-1).view(torch.uint8), source=0)
-                value.copy_(sent)

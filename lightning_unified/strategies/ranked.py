@@ -18,12 +18,17 @@ from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.strategies.base import UnifiedBase
+from lightning_unified.strategies.collectives import NamedLosses
+from lightning_unified.strategies.launcher import devices_of_launch
 
 __all__ = ["RankedBase", "check_start"]
 
 
-class RankedBase(UnifiedBase, DDPStrategy):
-    """Adds the meetings of several ranks to a strategy; Lightning's `DDPStrategy` starts and connects their processes."""
+class RankedBase(NamedLosses, UnifiedBase, DDPStrategy):
+    """Adds the meetings of several ranks to a strategy.
+
+    Lightning's `DDPStrategy` starts and connects their processes.
+    """
 
     strategy_name = "unified"
     policy: DistributedPolicy
@@ -47,7 +52,7 @@ class RankedBase(UnifiedBase, DDPStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
+        self._parallel_devices = devices_of_launch(parallel_devices)
         if parallel_devices and self._start_method == "popen":
             self._resolve_precision()
 

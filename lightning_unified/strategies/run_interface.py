@@ -1,6 +1,8 @@
 """The public interface of a unified strategy for callbacks, modules and users."""
 
 import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import lightning as L
@@ -66,7 +68,7 @@ class RunInterface(Strategy):
         """
         module, reading, peak = self.lightning_module, self.reading(), self.measured_peak()
         assert module is not None
-        root = str(module.trainer.default_root_dir)
+        root, rows = str(module.trainer.default_root_dir), self.effective_batch_size
         return RunFigures(
             directory=root if "://" in root else str(Path(root).absolute()),
             module=type(module).__name__,
@@ -74,7 +76,7 @@ class RunInterface(Strategy):
             step=module.trainer.global_step,
             total_steps=_total_steps(module.trainer),
             loss=_logged_loss(module.trainer),
-            effective_batch_size=self.effective_batch_size,
+            effective_batch_size=None if rows is None else rows * module.trainer.world_size,
             micro_batch_size=self.micro_batch_size,
             allocated_bytes=reading.allocated.bytes,
             reserved_bytes=reading.reserved.bytes,
@@ -82,6 +84,9 @@ class RunInterface(Strategy):
             peak_source=peak.source,
             budget_bytes=None if self.budget is None else self.budget.bytes,
             recoveries=self.recoveries,
+            rank=module.trainer.global_rank,
+            ranks=module.trainer.world_size,
+            run=_name_of_run(os.environ) if module.trainer.world_size > 1 else None,
         )
 
     def reading(self) -> Reading:
@@ -169,6 +174,11 @@ class RunInterface(Strategy):
     def events(self) -> list[str]:
         """The memory events of the run, as sentences."""
         return self.policy.events
+
+
+def _name_of_run(environ: Mapping[str, str]) -> str:
+    """Return a name that the ranks of one run share: the address at which they met."""
+    return f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
 
 
 def _total_steps(trainer: L.Trainer) -> int | None:

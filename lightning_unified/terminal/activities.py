@@ -11,7 +11,7 @@ from lightning_unified.terminal.lines import is_live, say
 from lightning_unified.terminal.streams import LastingStream
 from lightning_unified.units import format_duration
 
-__all__ = ["activity"]
+__all__ = ["activity", "is_first_process"]
 
 _AFTER_S = 2.0
 _LIVE_S, _PLAIN_S = 1.0, 30.0  # between two updates, on a terminal and elsewhere
@@ -26,7 +26,7 @@ def activity(doing: str) -> Iterator[None]:
 
     Inside another activity, and on all processes but the first, it shows nothing.
     """
-    if not _is_first_process() or not _running.acquire(blocking=False):
+    if not is_first_process() or not _running.acquire(blocking=False):
         yield
         return
     over, line = threading.Event(), _Line(doing, began=time.monotonic())
@@ -85,6 +85,6 @@ def _show(line: _Line, over: threading.Event) -> None:
         wait = line.every_s
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
     """Return whether this is the first of a run's processes, by the variables that launchers set."""
-    return all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))

@@ -235,6 +235,32 @@ def test_a_run_is_one_flat_object(sources, runs):
     )
 
 
+def test_all_ranks_of_a_run_stand_below_it_each_with_its_memory(sources, runs):
+    first = record(run="127.0.0.1:29500", ranks=2, allocated_bytes=1 * GIB)
+    second = record(
+        run="127.0.0.1:29500", ranks=2, rank=1, device="cuda:1", allocated_bytes=2 * GIB, micro_batch_size=8
+    )
+    snapshot = look(sources("rtx4090"), runs(second, first, record(module="Other")))
+    text = text_of(snapshot, 200)
+
+    assert text.count("GearHead on cuda:0") == 1
+    assert "batch 64, 2 ranks, 2 recoveries" in text
+    assert f"rank 0 of 2: cuda:0, process {os.getpid()}, micro-batch 16, allocated 1.00 GiB" in text
+    assert f"rank 1 of 2: cuda:1, process {os.getpid()}, micro-batch 8, allocated 2.00 GiB" in text
+    assert [(run["rank"], run["ranks"]) for run in snapshot.as_json()["runs"]].count((1, 2)) == 1
+
+
+def test_a_record_of_an_earlier_version_is_a_run_of_one_rank(sources, runs):
+    folder = runs(record())
+    (path,) = folder.iterdir()
+    path.write_text(
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in ("rank", "ranks", "run")})
+    )
+
+    (run,) = look(sources("rtx4090"), folder).as_json()["runs"]
+    assert (run["rank"], run["ranks"], run["run"]) == (0, 1, None)
+
+
 def test_a_run_of_this_process_lives_and_one_that_ended_is_cleared_away(sources, runs):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
+from lightning_unified.cost_model.trace.trace import Work
 from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.row_lengths import RowLengths, aligned
@@ -61,6 +62,38 @@ def test_another_length_takes_the_bytes_of_its_own_dry_run(backend):
         found = lengths.sizes(length, rows=ROWS, row_bytes=0)
         own = DryRun(StepSpec(module=module, batch=tokens_of(length, 70), backend=backend)).run(first, 2, later)
         assert peak(found._trace(first, 2, later)).bytes == peak(own).bytes
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mps"])
+def test_the_plans_own_dry_runs_give_the_longest_of_three_lengths(backend):
+    module, planned = Attends(), 300
+    traces = StepTraces(StepSpec(module=module, batch=tokens_of(planned, 120), backend=backend))
+    combination = Combination(precision="32-true")
+    for rows in (4, 8):
+        traces.of(combination).exactly(rows, parts=ROWS // rows)
+    lengths, traced = RowLengths(traces, combination), traces.operations
+    lengths.learn(tokens_of(260, 50), length=260)
+    own = DryRun(StepSpec(module=module, batch=tokens_of(300, 70), backend=backend)).run(4, 2, 4)
+    operations = sum(isinstance(event, Work) for event in own.events)
+
+    assert traces.operations - traced < 3.5 * operations  # two further lengths, and the batch that confirms
+    assert [lengths.aligned(length) for length in (44, 45, 172, 260, 300)] == [44, 172, 172, 300, 300]
+    for length, first, later in ((172, 4, 4), (300, 6, 5), (556, 5, 5)):
+        found = lengths.sizes(length, rows=ROWS, row_bytes=0)
+        one = DryRun(StepSpec(module=module, batch=tokens_of(length, 70), backend=backend)).run(first, 2, later)
+        assert peak(found._trace(first, 2, later)).bytes == peak(one).bytes
+
+
+@pytest.mark.parametrize("planned", [304, 200])
+def test_a_planned_length_that_is_not_padded_or_too_short_gives_no_lines(planned):
+    traces = StepTraces(StepSpec(module=Attends(), batch=tokens_of(planned, 120), backend="cuda"))
+    combination = Combination(precision="32-true")
+    for rows in (4, 8):
+        traces.of(combination).exactly(rows, parts=ROWS // rows)
+    lengths = RowLengths(traces, combination)
+    lengths.learn(tokens_of(190, 50), length=190)
+
+    assert lengths.aligned(190) == 255
 
 
 def test_a_step_that_takes_memory_by_its_values_is_refused():

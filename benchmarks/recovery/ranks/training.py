@@ -255,7 +255,10 @@ def _before(owner: Any, name: str, fail: Callable[[], None]) -> None:
 
 
 def fit(case: Case, folder: Path, *, rank: int, ranks: int, strikes: bool) -> dict[str, Any]:
-    """Return the whole weights, the steps and the events of a fit, resumed from the last checkpoint if there is one."""
+    """Return the whole weights, the steps and the events of a fit.
+
+    It resumes from the last checkpoint if there is one.
+    """
     torch.manual_seed(7)
     module = Net(case, rank, ranks).double()
     strategy: Any = "auto"

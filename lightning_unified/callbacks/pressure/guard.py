@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
@@ -26,6 +25,7 @@ from lightning_unified.callbacks.pressure.rungs import (
 )
 from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
 from lightning_unified.callbacks.pressure.watch import PressureTrace, PressureWatch, Verdict
+from lightning_unified.callbacks.ranks.agreement import first_text, most
 from lightning_unified.callbacks.stopping import restore_limits, stop_cleanly
 from lightning_unified.errors import ConfigurationError, check_count
 from lightning_unified.hardware import Budget, Pressure, PressureReader, Sources, read
@@ -149,7 +149,7 @@ class PressureGuard(Callback):
         top = Rung.STOP if asked == Direction.UP_TO_STOP and self.stop else Rung.CHECKPOINT
         if asked == Direction.DOWN:
             self._trace.write(verdict.pressure, self._down(trainer))
-        elif not self._climb(trainer, top, verdict.pressure):
+        elif not self._climb(trainer, top, verdict.pressure, pressed=own == asked):
             return
         self._acted_at = watch.verdict.index
 
@@ -194,9 +194,12 @@ class PressureGuard(Callback):
             self._budget = budget
             self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
 
-    def _climb(self, trainer: Trainer, top: Rung, pressure: Pressure) -> bool:
-        """Take the next possible rung, outside of windows; return whether one was taken."""
-        reason = "memory pressure: " + ("; ".join(pressure.reasons) or "on another process")
+    def _climb(self, trainer: Trainer, top: Rung, pressure: Pressure, *, pressed: bool) -> bool:
+        """Take the next rung that any process can take, outside of windows; return whether one was taken."""
+        if self._rung >= top:
+            return False
+        said = first_text(trainer, "; ".join(pressure.reasons) or "no reason was read" if pressed else "")
+        reason = f"memory pressure: {said}"
         actions = {
             Rung.WARN: partial(self._say, trainer, reason),
             Rung.CLEAR: partial(clear, trainer),
@@ -209,8 +212,9 @@ class PressureGuard(Callback):
             if following >= Rung.CHECKPOINT and window_is_open(trainer):
                 return False
             taken, text = actions[following]()
+            taken = bool(most(trainer, int(taken)))
             self._rung = following
-            self._trace.write(pressure, text)
+            self._trace.write(pressure, text if pressed else f"{text} ({reason})")
             if taken:
                 return True
             log.warning("%s", text)
@@ -239,4 +243,4 @@ def _agreed(trainer: Trainer, asked: Direction) -> int:
     """Return the strongest direction that any process calls for."""
     if trainer.world_size == 1:
         return asked
-    return int(trainer.strategy.reduce(torch.tensor(asked, device=trainer.strategy.root_device), reduce_op="max"))
+    return most(trainer, asked - Direction.DOWN) + Direction.DOWN

@@ -26,6 +26,7 @@ Main overrides
   trainer.max_steps=1000         and every other argument of Lightning's Trainer
   seed=1  run_dir=my/run         the folder that the run saves to (default: runs/<model>/<time>)
   resume=runs/gearhead/<time>    continue from that run's last checkpoint; overrides given beside it win
+  run_dir=runs/mine resume=auto  begin or continue what that folder holds; with -m, leave out the runs that are done
   simulate=m2-16gb               imitate another machine's memory, limits and errors; this machine's CPU trains
 
 Also

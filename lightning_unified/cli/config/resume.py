@@ -3,6 +3,7 @@
 Overrides given beside `resume=` win and are reported.
 """
 
+import math
 import os
 import pickle
 from collections.abc import Sequence
@@ -12,20 +13,23 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_unified.cli.config.bounded_files import read_yaml
+from lightning_unified.cli.config.bounded_files import read_json, read_yaml
 from lightning_unified.cli.config.composition import Composed, composed, flat
 from lightning_unified.cli.config.overrides import key_of, parse_overrides
 from lightning_unified.cli.config.trust import FLAG, check_links, check_overrides_of, check_paths, check_targets
 from lightning_unified.errors import CheckpointError, ConfigurationError
 
 __all__ = [
+    "AUTO",
     "LAST",
     "OVERRIDES",
     "Change",
     "SavedRun",
     "apply_changes",
     "check_steps_left",
+    "continued",
     "find_run",
+    "find_sweep",
     "joined",
     "merged_overrides",
     "relocated",
@@ -33,6 +37,8 @@ __all__ = [
 
 OVERRIDES = Path(".hydra", "overrides.yaml")
 LAST = Path("checkpoints", "last.ckpt")
+AUTO = "auto"
+_MULTIRUN = "multirun.yaml"
 _SECTIONS = ("run_dir", "model", "data", "hardware", "memory", "trainer")  # of every run's configuration
 _OF_THIS_RUN = ("resume", "run_dir")
 
@@ -103,6 +109,52 @@ def find_run(directory: str | Path, *, trusted: bool = False) -> SavedRun:
         check_targets(path, run.config)
         check_paths(path, relocated(run.config, path))
     return run
+
+
+def find_sweep(directory: str | Path, *, trusted: bool = False) -> list[str]:
+    """Return the overrides of the sweep whose runs are in `directory`, without Hydra's own keys.
+
+    Raises:
+        ConfigurationError: If it is not the directory of a sweep, or if its overrides ask for more than training.
+    """
+    path = Path(directory).expanduser().absolute()
+    record = path / _MULTIRUN
+    if not record.is_file():
+        raise ConfigurationError(
+            f"resume={directory}: not the directory of a sweep (it has no {_MULTIRUN}); give that of a sweep's runs, or leave out -m to "
+            "continue one run."
+        )
+    overrides = OmegaConf.select(read_yaml(record), "hydra.overrides.task")
+    if not OmegaConf.is_list(overrides):
+        raise ConfigurationError(
+            f"{record}: it holds no overrides; start the sweep with run_dir={directory} resume=auto."
+        )
+    found = merged_overrides([str(each) for each in overrides], [])
+    if not trusted:
+        check_overrides_of(path, [text for text in found if not parse_overrides([text])[0].is_sweep_override()])
+    return found
+
+
+def continued(directory: Path, overrides: Sequence[str], *, trusted: bool = False) -> SavedRun | float | None:
+    """Return what is left to do for the run in `directory`, which was started by `overrides`.
+
+    Returns:
+        The run to continue from its last checkpoint, if it was stopped or killed, or if `overrides` differ from its own. The best
+        value of its metric (NaN if none), if it is done. None, if nothing was saved yet.
+
+    Raises:
+        ConfigurationError: If the directory holds something else than a run.
+    """
+    summary, own = directory / "summary.json", directory / OVERRIDES
+    if not (directory / LAST).is_file() or not (directory / "config.yaml").is_file():
+        return None
+    before = [str(each) for each in read_yaml(own)] if own.is_file() else []
+    if summary.is_file() and merged_overrides(before, []) == merged_overrides(overrides, []):
+        figures = read_json(summary)
+        if isinstance(figures, dict) and figures.get("stopped") is None:
+            best = figures.get("objective")
+            return math.nan if best is None else float(best)
+    return find_run(directory, trusted=trusted)
 
 
 def _mapping(path: Path, content: Any) -> DictConfig:

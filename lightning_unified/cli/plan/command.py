@@ -77,7 +77,7 @@ def _plan(asked: Asked) -> int:
     group = group_arguments(config, backend=target.backend, link=asked.link)
     quiet_third_parties()
     with waiting("building the module without its weights"):
-        subject = subject_of(asked, config, precision=target.precision.precision)
+        subject = subject_of(asked, config, precision=target.precision.precision, ranks=group.get("devices", 1))
     with waiting("tracing the step"):
         page = _page(asked, config, subject=subject, target=target, precision=asked_precision, group=group)
     return page.show(asked, page_console())

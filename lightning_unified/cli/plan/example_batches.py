@@ -12,7 +12,7 @@ from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
 __all__ = [
-    "batch_of_data", "batch_of_shapes", "batches_of_other_phases", "describe_batch", "largest_batch", "length_of", "rows_of",
+    "batch_of_data", "batch_of_shapes", "batches_of_other_phases", "describe_batch", "largest_batch", "length_of", "rank_share", "rows_of",
     "validation_batch_of_data",
 ]  # fmt: skip
 
@@ -93,6 +93,29 @@ def batches_of_other_phases(data: LightningDataModule) -> dict[str, Any]:
     """
     phases = getattr(data, "example_phases", None)
     return {} if phases is None else dict(phases())
+
+
+def rank_share(batch: Any, ranks: int) -> Any:
+    """Return the rows of an example batch that one of several ranks gets.
+
+    The models' data share a batch evenly.
+
+    Args:
+        batch: A dict of tensors with the same number of rows.
+        ranks: The number of ranks.
+
+    Raises:
+        ConfigurationError: If the ranks cannot share the rows evenly.
+    """
+    rows = rows_of(batch)
+    if ranks == 1 or rows is None:
+        return batch
+    if rows % ranks:
+        raise ConfigurationError(
+            f"a batch of {rows} rows cannot be shared by {ranks} devices; give a multiple of {ranks} as data.batch_size and "
+            "data.val_batch_size: they count the rows over all devices."
+        )
+    return {name: tensor[: rows // ranks] if tensor.ndim else tensor for name, tensor in batch.items()}
 
 
 def largest_batch(module: LightningModule, batch: Any) -> Any:

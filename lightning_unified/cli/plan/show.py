@@ -115,7 +115,7 @@ class Page:
             "module": type(self.subject.module).__name__,
             "parameters": self.subject.parameters,
             "batch": self.subject.batch_description,
-            "effective_batch_size": self.subject.rows,
+            "effective_batch_size": None if self.subject.rows is None else self.subject.rows * self.plan.devices,
             "machine": self.target.name,
             "device": self.target.backend,
             "pool": self.target.reading.pool,

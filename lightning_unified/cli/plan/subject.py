@@ -23,6 +23,7 @@ from lightning_unified.cli.plan.example_batches import (
     batches_of_other_phases,
     describe_batch,
     largest_batch,
+    rank_share,
     rows_of,
     validation_batch_of_data,
 )
@@ -76,8 +77,10 @@ class Subject:
         return f"{describe_batch(self.batch)}{self.batch_note and '; '}{self.batch_note}"
 
 
-def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
+def subject_of(asked: Asked, config: DictConfig, *, precision: str, ranks: int = 1) -> Subject:
     """Return the subject that `config` describes; flags replace its model and data.
+
+    Of `ranks` devices that share the batches of a model's own data, the subject is one.
 
     Raises:
         ConfigurationError: If a part refuses its arguments, or is of the wrong type.
@@ -95,9 +98,13 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
     if batch is None:
         data = make("data", planned.data)
         batch, note = batch_of_data(data)
-        others = batches_of_other_phases(data)
+        shared = (
+            ranks if hasattr(data, "example_batch") else 1
+        )  # other data give each rank batches of its own, as Lightning does
+        batch = rank_share(batch, shared)
+        others = {name: rank_share(other, shared) for name, other in batches_of_other_phases(data).items()}
         if is_overridden("validation_step", module, LightningModule) and trainer.limit_val_batches:
-            validation = validation_batch_of_data(data)
+            validation = rank_share(validation_batch_of_data(data), shared)
         if not hasattr(data, "example_batch"):  # a data module with it is not set up, so the dry run must not use it
             setattr(trainer, "datamodule", data)  # noqa: B010 - Lightning sets it here, undeclared
     return Subject(

@@ -2,15 +2,12 @@
 
 import contextlib
 import math
-import os
-import re
-import shlex
 import shutil
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -18,20 +15,26 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.config.binding import check_binding, targets
 from lightning_unified.cli.config.composition import composed
+from lightning_unified.cli.config.overrides import key_of, parse_overrides
 from lightning_unified.cli.config.resume import (
     LAST,
     OVERRIDES,
     Change,
     SavedRun,
     check_steps_left,
+    continued,
     joined,
     merged_overrides,
     relocated,
 )
 from lightning_unified.cli.config.trust import FLAG, is_own
-from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure, report_interrupt
-from lightning_unified.errors import ConfigurationError, LightningUnifiedError
-from lightning_unified.terminal import activity, labelled, lasting_output
+from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_interrupt
+from lightning_unified.cli.ranks.board import Board
+from lightning_unified.cli.ranks.command import rank_command, resume_override, short
+from lightning_unified.cli.ranks.group import own_ranks, released
+from lightning_unified.cli.ranks.lost import end_soon, with_advice
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError, RankError
+from lightning_unified.terminal import activity, labelled, lasting_output, say
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -40,8 +43,6 @@ if TYPE_CHECKING:
     from lightning_unified.hardware import Sources
 
 __all__ = ["Job", "Outcome"]
-
-_PLAIN = re.compile(r"[\w./-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,45 +69,83 @@ class Job:
         given: The overrides of the command line.
         saved: The run to continue, if any.
         program: The command that the user typed, for the resume command.
+        flags: The flags beside the overrides that a further rank needs.
+        goes_on: Whether the run continues what its directory holds, and is left out if that is done.
+        board: What the ranks of this run share.
     """
 
     config: DictConfig
     given: Sequence[str] = ()
     saved: SavedRun | None = None
     program: str = "python train.py"
+    flags: Sequence[str] = ()
+    goes_on: bool = False
+    board: Board = field(default_factory=Board)
 
     def run(self) -> Outcome:
         """Train, save the results and return the outcome; print every error instead of raising it."""
-        directory = Path(HydraConfig.get().runtime.output_dir)
-        there = set(directory.rglob("*"))
-        with lasting_output(), _own_lines():
-            return self._reported(directory, there)
+        with lasting_output(), _own_lines(), released(self.board.launch):
+            try:
+                directory = self._directory()
+            except Exception as error:
+                return Outcome(exit_code=self.board.report(error), stops_sweep=True)
+            return self._reported(directory, set(directory.rglob("*")))
+
+    def _directory(self) -> Path:
+        """Return the run's directory, the same on all ranks: only the first one names it after the time."""
+        launch = self.board.launch
+        own = HydraConfig.get().runtime.output_dir if launch.is_first else self.config.run_dir
+        return Path(self.board.shared("run_dir", str(own))).absolute()
 
     def _reported(self, directory: Path, there: set[Path]) -> Outcome:
         try:
             with contextlib.ExitStack() as until_start:  # an activity's last line precedes the error
+                if self.goes_on:
+                    return self._gone_on(directory, until_start)
                 return self._run(directory, until_start)
         except (KeyboardInterrupt, SystemExit) as error:
             if not _is_interrupt(error):
                 raise
-            kept = f"{_short(directory / LAST)} is kept; go on with: {self._resume_command(directory)}"
-            report_interrupt(kept if (directory / LAST).exists() else "")
+            kept = f"{short(directory / LAST)} is kept; go on with: {self._resume_command(directory)}"
+            if self.board.launch.is_first:
+                report_interrupt(kept if (directory / LAST).exists() else "")
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)
+        except RankError as error:
+            end_soon()
+            return Outcome(exit_code=self.board.report(_with_advice(self, error, directory)), stops_sweep=True)
         except Exception as error:
-            code = report_failure(error)
-            if code == ConfigurationError.exit_code and HydraConfig.get().mode == RunMode.RUN:
+            code = self.board.report(error)
+            is_alone = self.board.launch.is_first and HydraConfig.get().mode == RunMode.RUN
+            if code == ConfigurationError.exit_code and is_alone:
                 _remove_traces(directory, there=there)
             return Outcome(exit_code=code)
 
+    def _gone_on(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
+        """Continue what the directory holds; leave it as it is if it is done, and begin where it holds nothing."""
+        overrides = list(HydraConfig.get().overrides.task)
+        found = continued(directory, overrides, trusted=FLAG in self.flags)
+        if isinstance(found, float):
+            if self.board.launch.is_first:
+                say(f"{short(directory)} is done; it is left as it is.")
+            self.board.leave()
+            return Outcome(exit_code=0, objective=found)
+        if found is None and self.board.launch.is_first:  # a sweep in other processes finds its runs by this file
+            (directory / OVERRIDES).parent.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(overrides, directory / OVERRIDES)
+        given = merged_overrides([], overrides)
+        return replace(self, saved=found, given=given)._run(directory, until_start)
+
     def _run(self, directory: Path, until_start: contextlib.ExitStack) -> Outcome:
-        if (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
+        first = self.board.launch.is_first
+        if first and (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
             raise ConfigurationError(
-                f"run_dir={_short(directory)} holds the checkpoints of another run; {_resume_override(directory)} goes on with it, "
+                f"run_dir={short(directory)} holds the checkpoints of another run; {resume_override(directory)} goes on with it, "
                 "another run_dir leaves it as it is."
             )
         until_start.enter_context(activity("loading libraries"))
         config, changes, sources = self._configuration(directory)
         # Import slowly loading modules only after the checks that need none of them.
+        from lightning_unified.cli.ranks.strategy import with_strategy
         from lightning_unified.cli.run.data_fit import check_batches, check_interpolations
         from lightning_unified.cli.run.machine import check_settings, prepare
 
@@ -116,9 +155,10 @@ class Job:
         machine = prepare(config, sources)
         if self.saved is not None:
             check_steps_left(self.saved, config.trainer.max_steps)
-        check_binding(config)
+        bound = with_strategy(config)
+        check_binding(bound)
         from lightning_unified.cli.run import parts as building
-        from lightning_unified.cli.run.result import finish
+        from lightning_unified.cli.run.result import finish, reason_of_stop
         from lightning_unified.cli.run.screen import (
             batches_of,
             quiet_third_parties,
@@ -135,6 +175,8 @@ class Job:
 
         def begin(module: "LightningModule") -> None:
             until_start.close()
+            if not first:
+                return
             OmegaConf.save(config, directory / "config.yaml", resolve=True)
             (directory / OVERRIDES).parent.mkdir(exist_ok=True)
             OmegaConf.save(HydraConfig.get().overrides.task, directory / OVERRIDES)
@@ -143,36 +185,31 @@ class Job:
             show_start(config, machine, module=module, given=self.given)
             show_data(parts.data, parts.callbacks.values(), batches=batches_of(parts.trainer))
 
-        parts = building.build(config, resume_command=resume_command, on_start=begin)
+        parts = building.build(bound, resume_command=resume_command, on_start=begin)
         check_batches(parts.data, parts.module, choices)
-        try:
-            self._fit(parts)
-        except SystemExit as stop:
-            if not _is_interrupt(stop) or not getattr(
-                building.callback_of(parts, "GracefulInterrupt"), "is_forced", False
-            ):
-                raise
-            return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
-        stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
-        relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
-        objective = finish(
-            parts,
-            config=config,
-            directory=directory,
-            resume_command=resume_command,
-            stopped=relieved or stopped_by is not None,
-        )
-        code = TERMINATED if stopped_by == signal.SIGTERM else 0
-        return Outcome(exit_code=code, objective=objective, stops_sweep=stopped_by is not None)
+        overrides = list(HydraConfig.get().overrides.task)
+        with own_ranks(parts.trainer, rank_command(self.program, self.flags, overrides, self.saved, directory)):
+            try:
+                self._fit(parts)
+            except SystemExit as stop:
+                interrupt = building.callback_of(parts, "GracefulInterrupt")
+                if not _is_interrupt(stop) or not getattr(interrupt, "is_forced", False):
+                    raise
+                return Outcome(exit_code=INTERRUPTED, stops_sweep=True)  # the callback has said what is kept
+            objective = finish(
+                parts, config=config, directory=directory, resume_command=resume_command, stopped=reason_of_stop(parts)
+            )
+        return _outcome(building.callback_of(parts, "GracefulInterrupt"), objective)
 
     def _resume_command(self, directory: Path) -> str:
-        return f"{self.program} {_resume_override(directory)}"
+        return f"{self.board.launch.command(self.program)} {resume_override(directory)}"
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change], "Sources"]:
         """Return the final configuration, the changes of a resumed run, and the opened machine.
 
         `hardware=auto` becomes the hardware that was found.
         """
+        from lightning_unified.cli.ranks.strategy import with_devices
         from lightning_unified.cli.run.machine import open_machine
         from lightning_unified.cli.run.screen import show_note
         from lightning_unified.hardware import describe, detect
@@ -197,7 +234,8 @@ class Job:
                 config["name"] = choices.get("model")
             config["run_dir"] = str(directory)
             config["resume"] = None if self.saved is None else str(self.saved.directory)
-        return config, changes, sources
+        given = {key_of(override) for override in parse_overrides(list(self.given))}
+        return with_devices(config, self.board.launch, given), changes, sources
 
     def _fit(self, parts: "Parts") -> None:
         """Train; convert errors before the first batch into configuration errors."""
@@ -218,6 +256,30 @@ class Job:
             if not parts.throughput.started:
                 raise ConfigurationError(str(error)) from error
             raise
+
+
+def _with_advice(job: Job, error: RankError, directory: Path) -> RankError:
+    """Return `error` with the newest checkpoint and the command that goes on without the lost ranks."""
+    return with_advice(
+        error,
+        launch=job.board.launch,
+        checkpoint=Path(short(directory / LAST)),
+        program=job.program,
+        resume=resume_override(directory),
+        config=job.config,
+    )
+
+
+def _outcome(interrupt: Any, objective: float) -> Outcome:
+    """Return the outcome of a run whose results are written.
+
+    Args:
+        interrupt: The run's `GracefulInterrupt`, if it has one.
+        objective: The value for a sweeper.
+    """
+    stopped_by = getattr(interrupt, "signal", None)
+    terminated = stopped_by not in (None, signal.SIGINT) and not interrupt.is_requeued
+    return Outcome(exit_code=TERMINATED if terminated else 0, objective=objective, stops_sweep=stopped_by is not None)
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -250,18 +312,3 @@ def _remove_traces(directory: Path, *, there: set[Path]) -> None:
     with contextlib.suppress(OSError):  # a folder that holds other files stays
         for folder in (directory, *(parent for parent in directory.parents if here in parent.parents)):
             folder.rmdir()
-
-
-def _resume_override(directory: Path) -> str:
-    """Return `resume=…` as typed in a shell.
-
-    Hydra needs quotes around a sweep's folders, which contain `=`.
-    """
-    path = _short(directory)
-    return f"resume={path}" if _PLAIN.fullmatch(path) else shlex.quote(f'resume="{path}"')
-
-
-def _short(path: Path) -> str:
-    """Return `path` relative to the working directory if it is inside it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

@@ -107,6 +107,8 @@ class Journal(Callback):
 
 def _plan(trainer: Trainer) -> dict[str, Any] | None:
     """Return the plan so far. `plan.json` is written at the end, which a failed run does not reach."""
+    if getattr(trainer.strategy, "budget", None) is None:  # the run failed before the strategy was set up
+        return None
     plan = getattr(trainer.strategy, "plan", None)
     return None if plan is None else plan.to_dict()
 

@@ -18,7 +18,7 @@ from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.hardware import Budget, Reading, read
 
-__all__ = ["finish"]
+__all__ = ["finish", "objective_of", "reason_of_stop"]
 
 _VALIDATION = "val/"
 _TEST = "test/"
@@ -36,20 +36,33 @@ class SampleWriter(Protocol):
         ...
 
 
-def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command: str, stopped: bool) -> float:
+def reason_of_stop(parts: Parts) -> str | None:
+    """Return why training stopped before its end: a signal's name, or the memory pressure; None if it did not."""
+    stopped_by = getattr(callback_of(parts, "GracefulInterrupt"), "signal", None)
+    return getattr(callback_of(parts, "PressureGuard"), "stopped_for", None) if stopped_by is None else stopped_by.name
+
+
+def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command: str, stopped: str | None) -> float:
     """Write and print the results of a run, and return the objective of a sweep.
 
-    A stopped run skips validation, baselines and samples, so that the process ends soon.
+    A stopped run skips validation, baselines and samples, so that the process ends soon. All ranks call it: they validate and test
+    together, and the first one writes.
     """
     budget = getattr(parts.trainer.strategy, "budget", None)  # of the training; a validation resolves it anew
-    validation = _validation(parts, stopped=stopped)
+    validation = _validation(parts, stopped=bool(stopped))
+    objective = objective_of(callback_of(parts, "RunCheckpoint"), validation)
+    test = None if stopped else _test(parts)
+    if not parts.trainer.is_global_zero:
+        return objective
     baselines = {} if stopped else _baselines(parts.data)
     samples = [] if stopped else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
     plan = getattr(parts.trainer.strategy, "plan", None)
     remarks = list(getattr(getattr(parts.module, "report", None), "remarks", list)())
     summary = _summary(parts, budget=budget, config=config) | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
-        "test": None if stopped else _test(parts),
+        "test": test,
+        "objective": objective,
+        "stopped": stopped,
         "resume_command": resume_command,
     }
     write_json(directory / "plan.json", _plan(plan, parts))
@@ -65,7 +78,7 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
         first_step=parts.throughput.first_step,
         remarks=remarks,
     )
-    return objective_of(callback_of(parts, "RunCheckpoint"), validation)
+    return objective
 
 
 def objective_of(checkpoints: Any, validation: Mapping[str, float]) -> float:
@@ -157,10 +170,11 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
         "device": getattr(strategy, "told_device", reading.device),
         "pool": reading.pool,
         "budget_bytes": None if budget is None else budget.bytes,
-        "effective_batch_size": getattr(strategy, "effective_batch_size", None) or config.data.get("batch_size"),
+        "effective_batch_size": _effective(parts) or config.data.get("batch_size"),
         "micro_batch_size": getattr(strategy, "micro_batch_size", None),
         "recompute": _recompute(plan, parts.module),
         "precision": choice.precision if choice is not None else str(trainer.precision),
+        "ranks": trainer.world_size,
         "steps": trainer.global_step,
         "seconds": round(count.duration, 3),
         "samples_per_second": per_second(count.samples),
@@ -170,10 +184,18 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
         "nonfinite_gradients": _nonfinite(parts),
         "validation": {},
         "test": None,
+        "objective": None,
+        "stopped": None,
         "checkpoint": (checkpoints.last_model_path or None) if checkpoints is not None else None,
         "resume_command": None,
         "versions": versions(),
     }
+
+
+def _effective(parts: Parts) -> int | None:
+    """Return the rows of a batch over all ranks, None if unknown."""
+    rows = getattr(parts.trainer.strategy, "effective_batch_size", None)
+    return None if rows is None else rows * parts.trainer.world_size
 
 
 def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:

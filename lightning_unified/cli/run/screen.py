@@ -18,7 +18,7 @@ from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
 from lightning_unified.hardware import Budget
 from lightning_unified.precision import live_scaler, plugin_precision
-from lightning_unified.terminal import say, wrapped
+from lightning_unified.terminal import is_first_process, say, wrapped
 from lightning_unified.units import format_bytes, format_duration
 
 __all__ = ["batches_of", "quiet_third_parties", "show_changes", "show_data", "show_note", "show_start", "show_summary"]
@@ -53,6 +53,9 @@ def quiet_third_parties() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in _NOT_ACTIONABLE:
         warnings.filterwarnings("ignore", message=f".*{pattern}")
+    if not is_first_process():  # the first rank says what concerns all
+        warnings.filterwarnings("ignore")
+        logging.getLogger("lightning_unified").setLevel(logging.ERROR)
 
 
 def show_note(text: str) -> None:
@@ -161,7 +164,12 @@ def _shortened(text: str) -> str:
 
 
 def _show(*parts: Text) -> None:
-    """Print `parts` in one write, so that runs which share a terminal do not mix their lines."""
+    """Print `parts` in one write, so that runs which share a terminal do not mix their lines.
+
+    Only the first of several ranks prints.
+    """
+    if not is_first_process():
+        return
     with _CONSOLE.capture() as shown:
         for part in parts:
             _CONSOLE.print(part)
@@ -195,9 +203,10 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
-    effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
-    is_whole = micro is None or (effective is not None and micro >= effective)
+    effective, micro, ranks = (summary[key] for key in ("effective_batch_size", "micro_batch_size", "ranks"))
+    is_whole = micro is None or (effective is not None and micro * ranks >= effective)
     split = "one micro-batch" if is_whole else f"micro-batches of up to {micro} rows"
+    split += f" on each of {ranks} ranks" if ranks > 1 else ""
     yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
     yield (
         "batch",

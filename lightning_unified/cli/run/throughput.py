@@ -61,6 +61,16 @@ class Throughput(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.duration = time.monotonic() - (self._began or 0.0)
+        if trainer.world_size > 1:
+            self._add_ranks(trainer)
+
+    def _add_ranks(self, trainer: Trainer) -> None:
+        """Count what all ranks trained on."""
+        device = trainer.strategy.root_device
+        mine = torch.tensor([self.samples, self.tokens or 0], dtype=torch.int64, device=device)
+        samples, tokens = (int(total) for total in trainer.strategy.reduce(mine, reduce_op="sum"))
+        self.samples = samples
+        self._tokens = None if self._tokens is None else torch.tensor(tokens)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ from lightning_unified.files.status import RunRecord, parse_record
 from lightning_unified.hardware import Sources
 from lightning_unified.hardware.sources import read_text
 
-__all__ = ["running"]
+__all__ = ["grouped", "running"]
 
 _CLOCK_SLACK_S = 60.0  # setting the clock moves the boot time
 _FORGOTTEN_S = 7 * 86400.0  # files of another machine or version are kept for a week
@@ -39,6 +40,14 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
     return sorted(found, key=lambda record: (record.started, record.pid))
+
+
+def grouped(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
+    """Return the processes of each run in the order of their ranks; runs keep the order of their first process."""
+    groups: dict[tuple[str, str | int], list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault((record.host, record.figures.run or record.pid), []).append(record)
+    return [sorted(group, key=lambda record: record.figures.rank) for group in groups.values()]
 
 
 def _printable(record: RunRecord) -> RunRecord:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from lightning_unified.cli.watch.runs import grouped
 from lightning_unified.cli.watch.snapshot import Snapshot
 from lightning_unified.files.status import RunRecord
 from lightning_unified.hardware import DeviceUse, Figure
@@ -42,8 +43,8 @@ def _lines(snapshot: Snapshot, width: int) -> Iterator[Text]:
     if not snapshot.runs:
         none = 'none: no run with strategy="unified" of this user is on this machine'
         yield from map(Text, wrapped(none, width))
-    for run in snapshot.runs:
-        yield from _run(run, now=snapshot.time, width=width)
+    for ranks in grouped(snapshot.runs):
+        yield from _run(ranks, now=snapshot.time, width=width)
 
 
 def _named(facts: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
@@ -84,17 +85,28 @@ def _unknown(devices: Sequence[DeviceUse]) -> Iterator[str]:
             yield f"{device.device}: {reason}"
 
 
-def _run(run: RunRecord, *, now: str, width: int) -> Iterator[Text]:
-    """Yield a run's name, directory, progress, batch and memory, each in lines of their own."""
-    figures = run.figures
+def _run(ranks: Sequence[RunRecord], *, now: str, width: int) -> Iterator[Text]:
+    """Yield a run's name, directory, progress, batch and memory, each in lines of their own.
+
+    Of several ranks, the first one here stands for the run, and each has a line with its memory.
+    """
+    run, figures = ranks[0], ranks[0].figures
     age = (datetime.fromisoformat(now) - datetime.fromisoformat(run.updated)).total_seconds()
     pid, name = str(run.pid), f"{figures.module} on {figures.device}"
     first, *rest = wrapped(f"{pid}  {name}, updated {format_duration(max(0, int(age)))} ago", width, indent=2)
     yield Text.assemble((first[: len(pid)], "bold"), first[len(pid) :])
     yield from map(Text, rest)
     yield Text("  " + short_path(_near(figures.directory), width - 2))
-    for line in (_progress(run), _batch(run), _memory(run)):
+    each = [_memory(run)] if figures.ranks == 1 else [_rank(one) for one in ranks]
+    for line in (_progress(run), _batch(run), *each):
         yield from (Text("  " + part) for part in wrapped(line, width - 2, indent=2))
+
+
+def _rank(run: RunRecord) -> str:
+    """Return the line of one rank."""
+    figures = run.figures
+    name = f"rank {figures.rank} of {figures.ranks}: {figures.device}, process {run.pid}"
+    return listed([name, f"micro-batch {_count(figures.micro_batch_size)}", _memory(run)])
 
 
 def _progress(run: RunRecord) -> str:
@@ -112,6 +124,8 @@ def _progress(run: RunRecord) -> str:
 def _batch(run: RunRecord) -> str:
     figures = run.figures
     sizes = f"batch {_count(figures.effective_batch_size)}", f"micro-batch {_count(figures.micro_batch_size)}"
+    if figures.ranks > 1:  # each rank has a line of its own
+        sizes = sizes[0], f"{figures.ranks} ranks"
     return listed([*sizes, f"{figures.recoveries} {'recovery' if figures.recoveries == 1 else 'recoveries'}"])
 
 

@@ -115,14 +115,15 @@ class _Target(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if isinstance(func, FunctionType) or "out" in kwargs:
-            return func(*args, **kwargs)
-        rule = self._rules.get(name)
+        rule, cast = self._rules.get(name), self._casts.get(name)
+        if (rule is None and cast is None) or isinstance(func, FunctionType) or "out" in kwargs:
+            return func(*args, **kwargs)  # most calls read an attribute of a tensor
         if rule is not None and torch.is_grad_enabled():
             self._called.add(name)
         operation = func if rule is None else partial(rule, func)
-        cast = self._casts.get(name) if torch.is_autocast_enabled("cpu") else None
-        return operation(*args, **kwargs) if cast is None else cast(operation, args, kwargs)
+        if cast is None or not torch.is_autocast_enabled("cpu"):
+            return operation(*args, **kwargs)
+        return cast(operation, args, kwargs)
 
 
 def _overrides(*arguments: Any) -> bool:

@@ -117,7 +117,7 @@ def least_seconds(
         optimizer: Whether the optimizer runs as in the traced step; if not, it counts as 0 seconds.
     """
     trace = at(sizes[0], min(len(sizes), 2))
-    loads = _loads(trace, rates)
+    loads, again = _loads(trace, rates), _asked_once(again)
     for event in trace.events:
         if isinstance(event, Work) and _recomputed(event, again):
             _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
@@ -147,13 +147,30 @@ def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Lo
         if not isinstance(event, Work) or event.phase not in _REPEATED:
             continue
         kernel = rates.kernel if event.flops or event.moved else 0.0
-        shares = {event.phase: 1.0}
+        _load(loads, event.phase, rates.launch, kernel)
         if _recomputed(event, again):
-            shares["backward"] = _AGAIN
-        for phase, share in shares.items():
-            for key, seconds in ((("host", phase), rates.launch), (("device", phase), kernel)):
-                loads[key] = loads.get(key, 0.0) + share * seconds
+            _load(loads, "backward", _AGAIN * rates.launch, _AGAIN * kernel)
     return loads
+
+
+def _load(loads: _Loads, phase: str, host: float, device: float) -> None:
+    """Add busy seconds to a phase."""
+    loads["host", phase] = loads.get(("host", phase), 0.0) + host
+    loads["device", phase] = loads.get(("device", phase), 0.0) + device
+
+
+def _asked_once(again: Callable[[Work], bool]) -> Callable[[Work], bool]:
+    """Return `again`, asked once for each operation of each module."""
+    known: dict[tuple[str, str], bool] = {}
+
+    def runs_again(work: Work) -> bool:
+        key = work.place, work.op
+        found = known.get(key)
+        if found is None:
+            found = known[key] = again(work)
+        return found
+
+    return runs_again
 
 
 def _split(loads: _Loads, sizes: Sequence[int]) -> _Loads:
@@ -169,12 +186,27 @@ def _split(loads: _Loads, sizes: Sequence[int]) -> _Loads:
 
 
 def _loads(trace: Trace, rates: Rates) -> _Loads:
+    """Return the loads of a traced step, which are computed once for a trace."""
+    kept = trace.kept.get("loads")
+    if kept is None or kept[0] is not rates:
+        kept = trace.kept["loads"] = rates, _added_up(trace, rates)
+    return dict(kept[1])
+
+
+def _added_up(trace: Trace, rates: Rates) -> _Loads:
     loads: _Loads = {("host", "forward"): rates.part * trace.parts}
     watched = _WATCHED * rates.launch if "attention kept" in trace.options.get("recompute", "") else 0.0
+    costs: dict[int, tuple[float, float]] = {}  # many events are one object
     for event in trace.events:
         if not isinstance(event, Work) or event.phase in _OUTSIDE:
             continue
-        _add(loads, event, event.phase, rates, share=1.0, backend=trace.backend)
+        cost = costs.get(id(event))
+        if cost is None:
+            cost = costs[id(event)] = _cost(event, rates, backend=trace.backend)
+        _load(loads, event.phase, *cost)
+        if isinstance(event, Collective):
+            link = ("link" if event.overlaps else "exposed"), event.phase
+            loads[link] = loads.get(link, 0.0) + rates.link_seconds(event.sent)
         if event.phase == "forward":  # its recomputation in the backward pass costs the same
             for phase in _REPEATED:
                 loads["host", phase] = loads.get(("host", phase), 0.0) + watched
@@ -182,19 +214,18 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
 
 
 def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, backend: str) -> None:
-    """Add the cost of an operation, or a share of it, to a phase."""
-    host, device = ("host", phase), ("device", phase)
+    """Add a share of the cost of an operation to a phase."""
+    host, device = _cost(work, rates, backend=backend)
+    _load(loads, phase, share * host, share * device)
+
+
+def _cost(work: Work, rates: Rates, *, backend: str) -> tuple[float, float]:
+    """Return the busy seconds of host and device for an operation."""
     dtype = "tf32" if _is_tf32(work, backend) else work.dtype
     kernel = rates.kernel_seconds(flops=work.flops, moved=work.moved, dtype=dtype)
-    launches = 1
-    if isinstance(work, Collective):
-        link = ("link" if work.overlaps else "exposed"), phase
-        loads[link] = loads.get(link, 0.0) + share * rates.link_seconds(work.sent)
-    if isinstance(work, Passes):
-        launches = work.launches
-        kernel += max(work.kernels - 1, 0) * rates.kernel
-    loads[host] = loads.get(host, 0.0) + share * launches * rates.launch
-    loads[device] = loads.get(device, 0.0) + share * kernel
+    if not isinstance(work, Passes):
+        return rates.launch, kernel
+    return work.launches * rates.launch, kernel + max(work.kernels - 1, 0) * rates.kernel
 
 
 def _is_tf32(work: Work, backend: str) -> bool:
@@ -208,7 +239,7 @@ def _is_tf32(work: Work, backend: str) -> bool:
 def _seconds(loads: _Loads, *, backend: str) -> float:
     if backend == "cpu":
         return sum(loads.values())
-    phases = {phase for _, phase in loads}
+    phases = dict.fromkeys(phase for _, phase in loads)
     overlapped = ("host", "device", "link")
     return sum(
         max(loads.get((who, phase), 0.0) for who in overlapped) + loads.get(("exposed", phase), 0.0) for phase in phases

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["first_term"]
+__all__ = ["first_term", "may_be_sum"]
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default)
 # torch/autograd/graph.py: the only frame below operations of built-in backward formulas
 _ENGINE = "_engine_run_backward"
 _WRAPPERS = ("_python_dispatch.py", "_compile.py", "eval_frame.py", "recorder.py", "counting.py", "engine_sums.py")
+
+
+def may_be_sum(func: Any) -> bool:
+    """Return whether the backward engine forms sums of gradients by `func`."""
+    return func in _SUMS
 
 
 def first_term(func: Any, args: Sequence[Any]) -> Tensor | None:

@@ -107,7 +107,7 @@ class SupervisedLanguageModel(LightningModule):
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:
         """Log the mean cross-entropy of the labelled tokens."""
         found = labelled(batch["tokens"], batch["labels"], batch.get("positions"))
-        self._log({"val/loss": self.cross_entropy(found)}, batch_size=max(found["total"], 1))
+        self._log({"val/loss": self.cross_entropy(found)}, batch_size=max(found["total"], 1), sync_dist=True)
 
     @abstractmethod
     @override

@@ -210,7 +210,7 @@ class TextClassifier(RecomputeSwitch, LightningModule):
         bins = self.hparams["calibration_bins"]
         self.report = report(logits, labels, label_names=self.label_names, temperature=scale, bins=bins)
         for name, value in self.report.figures().items():
-            self.log(f"{stage}/{name}", value, prog_bar=name in _ON_BAR)
+            self.log(f"{stage}/{name}", value, prog_bar=name in _ON_BAR, sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

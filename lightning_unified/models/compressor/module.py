@@ -199,10 +199,10 @@ class Compressor(TextCodec):
         loss, terms, language, language_terms, kept, tokens = self._validation.compute().tolist()
         self._validation.reset()
         if terms:
-            self.log("val/loss", loss / terms, prog_bar=True)
+            self.log("val/loss", loss / terms, prog_bar=True, sync_dist=True)
         if tokens:
-            self.log("val/keep_ratio", kept / tokens)
-            self.log("val/language_loss", language / language_terms)
+            self.log("val/keep_ratio", kept / tokens, sync_dist=True)
+            self.log("val/language_loss", language / language_terms, sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

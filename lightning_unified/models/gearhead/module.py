@@ -179,11 +179,12 @@ class GearHead(LightningModule):
         loss, tokens, diagnosis_loss, diagnoses, right = self._validation.compute().tolist()
         self._validation.reset()
         if tokens:
-            self.log("val/loss", loss / tokens, prog_bar=True)
-            self.log("val/perplexity", math.exp(min(loss / tokens, 700.0)))  # exp(710) overflows a float
+            self.log("val/loss", loss / tokens, prog_bar=True, sync_dist=True)
+            perplexity = math.exp(min(loss / tokens, 700.0))  # exp(710) overflows a float
+            self.log("val/perplexity", perplexity, sync_dist=True)
         if diagnoses and self.network.diagnostic_head is not None:
-            self.log("val/diagnosis_loss", diagnosis_loss / diagnoses)
-            self.log("val/diagnosis_accuracy", right / diagnoses)
+            self.log("val/diagnosis_loss", diagnosis_loss / diagnoses, sync_dist=True)
+            self.log("val/diagnosis_accuracy", right / diagnoses, sync_dist=True)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

@@ -88,23 +88,33 @@ def attends_by_itself(module: nn.Module) -> list[str]:
 
 
 def _replace(before: Any, after: Any, module: nn.Module) -> None:
-    for holder in _holders(module):
-        for name in [name for name, value in holder.items() if value is before]:
-            holder[name] = after
+    """Replace a function in all loaded modules, in their dictionaries, and in `module`.
 
-
-def _holders(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
-    """Yield the dictionaries that may hold the function."""
+    Attributes of `module` and of its submodules are replaced.
+    """
+    interfaces: dict[type, bool] = {dict: False}
     for loaded, each in list(sys.modules.items()):
         names = getattr(each, "__dict__", None)
         if not isinstance(names, dict) or loaded.startswith(_LEFT):
             continue
-        yield names
-        for value in list(names.values()):
-            if type(value) is dict:
-                yield value
-            elif type(value).__name__ == "AttentionInterface":  # transformers: entries of the class, and of the object
-                yield from (vars(value)[slot] for slot in ("_local_mapping",) if slot in vars(value))
-                yield from (getattr(type(value), slot) for slot in ("_global_mapping",) if hasattr(type(value), slot))
+        for name, value in list(names.items()):
+            if value is before:
+                names[name] = after
+            elif type(value) is dict:
+                _replace_in(value, before, after)
+            elif interfaces.setdefault(type(value), type(value).__name__ == "AttentionInterface"):
+                for holder in _mappings_of(value):
+                    _replace_in(holder, before, after)
     for child in module.modules():
-        yield vars(child)
+        _replace_in(vars(child), before, after)
+
+
+def _replace_in(holder: MutableMapping[str, Any], before: Any, after: Any) -> None:
+    for name in [name for name, value in holder.items() if value is before]:
+        holder[name] = after
+
+
+def _mappings_of(interface: Any) -> Iterator[MutableMapping[str, Any]]:
+    """Yield the entries of an attention registry of transformers, and those of its class."""
+    yield from (vars(interface)[slot] for slot in ("_local_mapping",) if slot in vars(interface))
+    yield from (getattr(type(interface), slot) for slot in ("_global_mapping",) if hasattr(type(interface), slot))

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Event
 from lightning_unified.planner.dry_run.counters import Counters
-from lightning_unified.planner.dry_run.strategy import DryRunStrategy
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy, tensors_of
 from lightning_unified.planner.fake.known_values import Answers
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.fake.storages import Lives, alike
@@ -73,6 +73,7 @@ class RecordingCallback(Callback):
         self.replay: Replay | None = None
         self._lives: list[Lives] = []
         self._metrics: list[Metric] = []
+        self._has_metrics = True  # until a step of this copy has shown that it has none
         self._goes_on = False
         answers.silent = True
 
@@ -138,7 +139,8 @@ class RecordingCallback(Callback):
     def _look(self) -> None:
         self.wrote = self._strategy.steps > self._steps
         if self.wrote or self._validates or self._seen > _LIMIT:
-            self._mark()
+            self._mark(again=self._has_metrics)
+            self._has_metrics = bool(self._metrics)
             try:
                 self.events = self._recorder.stop(None if self.replay is None else self.replay.expanded)
             except UnlikeError:
@@ -151,14 +153,16 @@ class RecordingCallback(Callback):
 
         Args:
             again: Whether to look for torchmetrics objects again. Nothing of the module runs between two steps, so those that were found
-                after one step are those before the next.
+                after one step are those before the next. If the first traced step leaves none, further steps, which run the same code,
+                leave none either.
         """
         module = self._module
         assert module is not None
         self._metrics = metrics_of(module) if again else self._metrics
         self._recorder.mark(_states_of(self._metrics), "buffers")
-        self._recorder.mark(module.buffers(), "buffers")
-        self._recorder.mark(module.parameters(), "weights")
+        parameters, buffers = tensors_of(module)
+        self._recorder.mark(buffers, "buffers")
+        self._recorder.mark(parameters, "weights")
         self._strategy.mark_state()
         kept = [vars(callback).get("_average_model") for callback in self.averages]
         modules = [average for average in kept if isinstance(average, nn.Module)]

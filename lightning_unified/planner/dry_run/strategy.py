@@ -29,7 +29,7 @@ from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
 
-__all__ = ["DryRunStrategy", "fake_copy_precision"]
+__all__ = ["DryRunStrategy", "fake_copy_precision", "tensors_of"]
 
 _ENDLESS = 1 << 62
 _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -178,7 +178,7 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         """Mark the storages that are gradients now."""
         assert self.lightning_module is not None
         with torch._C.DisableTorchFunction():  # reading gradients is no call of the step
-            found = (one.grad for one in self.lightning_module.parameters())
+            found = (one.grad for one in tensors_of(self.lightning_module)[0])
             gradients = [one for one in found if one is not None]
         self._recorder.mark(gradients, "gradients")
 
@@ -314,6 +314,28 @@ class _Half(stock.HalfPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         return module
+
+
+def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters and the buffers of `module`, as its `parameters()` and `buffers()` give them.
+
+    Those methods also put names together, which takes most of their time.
+    """
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting: list[Module | None] = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        if type(one).named_modules is not Module.named_modules:
+            return list(module.parameters()), list(module.buffers())
+        seen.add(id(one))
+        parameters.update((id(tensor), tensor) for tensor in one._parameters.values() if tensor is not None)
+        buffers.update((id(tensor), tensor) for tensor in one._buffers.values() if tensor is not None)
+        waiting.extend(reversed(one._modules.values()))
+    return list(parameters.values()), list(buffers.values())
 
 
 def _tensors_of_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_unified.planner.fake.known_values import are_wrapped, tensors_among
 from lightning_unified.planner.fake.own_kernels import OWN_KERNELS, run_on_zeros
+from lightning_unified.planner.fake.same_shape import SameShape
 
 __all__ = ["CachedFakeMode"]
 
@@ -39,7 +40,10 @@ _SAME = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.m
 _SHAPING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _ENTRIES = 50_000  # judgement: recipes of one world; a step of a large network needs a few thousand
 
-Recipe = Callable[[Any], Any]
+Recipe = Callable[["CachedFakeMode", Any], Any]
+
+_recipes: dict[Any, Recipe | None] = {}  # of all worlds: a recipe gives layouts, which are the same in each
+_same_shape = SameShape()
 
 
 class _UnknownError(Exception):
@@ -51,7 +55,6 @@ class CachedFakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self._recipes: dict[Any, Recipe | None] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
@@ -70,13 +73,24 @@ class CachedFakeMode(FakeTensorMode):
         if key is None:
             return self._inferred(func, types, args, kwargs)
         known = (torch.get_default_dtype(), *key)
-        recipe = self._recipes.get(known)
+        recipe = self._known_recipe(known, func, args, kwargs)
         if recipe is not None:
-            return recipe(args)
+            return recipe(self, args)
         result = self._inferred(func, types, args, kwargs)
-        if known not in self._recipes and len(self._recipes) < _ENTRIES:
-            self._recipes[known] = self._recipe(func, args, kwargs, result, key)
+        if known not in _recipes and len(_recipes) < _ENTRIES:
+            recipe = _recipes[known] = self._recipe(func, args, kwargs, result, key)
+            if recipe is not None:
+                _same_shape.note(func, args, kwargs, result)
         return result
+
+    def _known_recipe(self, known: Any, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Recipe | None:
+        """Return the recipe for a signature, perhaps from a call with another shape."""
+        recipe = _recipes.get(known)
+        if recipe is None and known not in _recipes:
+            layout = _same_shape.layout(func, args, kwargs)
+            if layout is not None and len(_recipes) < _ENTRIES:
+                recipe = _recipes[known] = _contiguous(*layout)
+        return recipe
 
     def _inferred(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of torch's mode; `own_kernels` infers shapes that torch refuses."""
@@ -100,8 +114,10 @@ class CachedFakeMode(FakeTensorMode):
         if _is_view(func) and self._is_plain(args[0]):
             return self._viewed(func, args, kwargs)
         key = self._key(func, args, kwargs)
-        recipe = None if key is None else self._recipes.get((torch.get_default_dtype(), *key))
-        return NotImplemented if recipe is None else recipe(args)
+        if key is None:
+            return NotImplemented
+        recipe = self._known_recipe((torch.get_default_dtype(), *key), func, args, kwargs)
+        return NotImplemented if recipe is None else recipe(self, args)
 
     def _key(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the signature of a call; None if an argument has none."""
@@ -154,13 +170,19 @@ class CachedFakeMode(FakeTensorMode):
         device = args[0].fake_device
         with in_kernel_invocation_manager(self):
             result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            return self.fake(result, device)
+        return [self.fake(one, device) for one in result]
+
+    def fake(self, meta: Tensor, device: torch.device) -> Tensor:
+        """Return a fake tensor over `meta`, as `FakeTensor` makes one."""
         attributes = self._attributes.get(device)
         if attributes is None:
-            first = FakeTensor(self, result if isinstance(result, Tensor) else result[0], device)
-            attributes = self._attributes[device] = dict(vars(first))
-        if isinstance(result, Tensor):
-            return _fake(result, device, attributes)
-        return [_fake(one, device, attributes) for one in result]
+            attributes = self._attributes[device] = dict(vars(FakeTensor(self, meta, device)))
+        fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)  # pyright: ignore[reportCallIssue]
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(attributes)  # pyright: ignore[reportAttributeAccessIssue]
+        return fake
 
     def _recipe(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, key: list[Any]) -> Recipe | None:
         """Return the recipe that makes such results from such arguments.
@@ -174,30 +196,30 @@ class CachedFakeMode(FakeTensorMode):
         if self._key(func, args, kwargs) != key:
             return None  # the operation changed the shape of a tensor that it wrote
         if result is None:
-            return lambda _: None
+            return lambda _, __: None
         if kwargs:
             return None  # it may have written a keyword argument and returned it
         at = next((at for at, value in enumerate(args) if value is result), None)
-        return None if at is None else (lambda given: given[at])
+        return None if at is None else (lambda _, given: given[at])
 
     def _new(self, args: Any, kwargs: Mapping[str, Any], result: Any) -> Recipe | None:
         several = isinstance(result, (tuple, list))
         results = list(result) if several else [result]
         storages = {one.untyped_storage()._cdata for one in tensors_among((*args, *kwargs.values()))}
-        makers: list[Callable[[], Tensor | None]] = []
+        makers: list[Callable[[CachedFakeMode], Tensor | None]] = []
         for one in results:
-            maker = (lambda: None) if one is None else self._maker(one, storages)
+            maker = (lambda _: None) if one is None else self._maker(one, storages)
             if maker is None:
                 return None
             makers.append(maker)
         if not several:
             single = makers[0]
-            return lambda _: single()
+            return lambda mode, _: single(mode)
         kind = list if isinstance(result, list) else tuple
-        return lambda _: kind([make() for make in makers])
+        return lambda mode, _: kind([make(mode) for make in makers])
 
-    def _maker(self, one: Any, storages: set[int]) -> Callable[[], Tensor] | None:
-        """Return a function that makes a tensor like `one`, if that is new, dense and plain.
+    def _maker(self, one: Any, storages: set[int]) -> "Callable[[CachedFakeMode], Tensor] | None":
+        """Return a function that makes a tensor like `one` in a mode, if that is new, dense and plain.
 
         Add its storage to `storages`.
         """
@@ -210,12 +232,20 @@ class CachedFakeMode(FakeTensorMode):
         if torch.empty_strided(shape, stride, dtype=dtype, device=_META).untyped_storage().nbytes() != storage.nbytes():
             return None
         storages.add(storage._cdata)
-        attributes = dict(vars(one))
 
-        def make() -> Tensor:
-            return _fake(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device, attributes)
+        def make(mode: CachedFakeMode) -> Tensor:
+            return mode.fake(torch.empty_strided(shape, stride, dtype=dtype, device=_META), device)
 
         return make
+
+
+def _contiguous(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Recipe:
+    """Return the recipe of a new contiguous tensor."""
+
+    def make(mode: CachedFakeMode, _: Any) -> Tensor:
+        return mode.fake(torch.empty(shape, dtype=dtype, device=_META), device)
+
+    return make
 
 
 @cache
@@ -225,14 +255,6 @@ def _is_view(func: Any) -> bool:
         return True
     is_view = isinstance(func, torch._ops.OpOverload) and func.is_view
     return is_view and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def _fake(meta: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> Tensor:
-    """Return a fake tensor over `meta` with the given attributes, as `FakeTensor` makes one."""
-    fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)  # pyright: ignore[reportCallIssue]
-    torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(attributes)  # pyright: ignore[reportAttributeAccessIssue]
-    return fake
 
 
 _META = torch.device("meta")

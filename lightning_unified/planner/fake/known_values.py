@@ -5,6 +5,7 @@ and counters, therefore carry a real tensor beside them. Each operation on such 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -117,10 +118,14 @@ class Answers(TorchDispatchMode):
 
     def concerns(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call may read, carry or overwrite known values."""
-        if func in READS or func is aten.index.Tensor:
+        kind = _kind_of(func)
+        if kind is _READS:
             return True
-        values = (self.known(tensor) is not None for tensor in tensors_among((*args, *kwargs.values())))
-        return any(values) if func._schema.is_mutable else all(values)
+        decides = kind is _WRITES  # one known value decides there, elsewhere one unknown value
+        for tensor in tensors_among((*args, *kwargs.values()) if kwargs else args):
+            if (self.known(tensor) is not None) is decides:
+                return decides
+        return kind is _COMPUTES
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the value of `tensor`.
@@ -203,6 +208,22 @@ def _has_duplicates(results: tuple[Any, ...]) -> bool:
     """Return whether an operation returns one tensor twice."""
     tensors = [id(one) for one in results if isinstance(one, Tensor)]
     return len(set(tensors)) < len(tensors)
+
+
+_READS, _WRITES, _MAKES, _COMPUTES = "reads", "writes", "makes", "computes"
+
+
+@cache
+def _kind_of(func: Any) -> str:
+    """Return what an operation does with values.
+
+    Operations of `_MAKES` make a tensor without values from any arguments.
+    """
+    if func in READS or func is aten.index.Tensor:
+        return _READS
+    if func._schema.is_mutable:
+        return _WRITES
+    return _MAKES if _has_no_value(func) else _COMPUTES
 
 
 def _has_no_value(func: Any) -> bool:

@@ -11,7 +11,7 @@ Memory that a backend's kernel takes without a tensor (`hidden_bytes`) is added 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
 from lightning_unified.cost_model.trace.trace import Category, Collective, Event, Phase, Work
-from lightning_unified.hardware.allocators.engine_sums import first_term
+from lightning_unified.hardware.allocators.engine_sums import first_term, may_be_sum
 from lightning_unified.planner.fake.flops import flops_of
 from lightning_unified.planner.fake.known_values import are_wrapped, tensors_among
 from lightning_unified.planner.fake.storages import Lives, Storage, Storages
@@ -36,10 +36,11 @@ _DEVICE = torch.ops.prim.device.default
 class _Facts:
     """The constant properties of an operation."""
 
-    __slots__ = ("flops", "is_marker", "is_view", "name")
+    __slots__ = ("can_be_sum", "flops", "is_marker", "is_view", "name")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
+        self.can_be_sum = may_be_sum(func)
         self.is_marker = self.name.startswith(("profiler.", "prim."))
         self.is_view: bool = bool(getattr(func, "is_view", False))
         self.flops = flops_of(func)
@@ -77,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self._backend, self._place = backend, place
         self.storages = Storages(widths)
         self._facts: dict[Any, _Facts] = {}
+        self._works: dict[Any, Work] = {}
         self._is_paused = False
 
     @contextmanager
@@ -173,28 +175,29 @@ class Recorder(TorchDispatchMode):
 
     def _recorded(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run a call and note it."""
-        if self._is_paused:
-            return func(*args, **kwargs)
         result = NotImplemented if self._known is None else self._known(func, args, kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
-        storages = self.storages
+        if self._is_paused:
+            return result
+        storages, phase = self.storages, self.phase
         storages.forget_sum()
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _Facts(func)
-        outputs = tuple(_strided((result,)))
+        outputs = (result,) if _is_strided(result) else tuple(_strided((result,)))
         if facts.is_view:
             for tensor in outputs:
-                storages.enter(tensor, self.phase)  # its base may be a tensor that was not seen before
+                storages.enter(tensor, phase)  # its base may be a tensor that was not seen before
             return result
         if storages.events is not None and not facts.is_marker:
             storages.events.append(self._work(facts, args, kwargs, outputs, result))
         hidden = hidden_bytes(func, args, kwargs, result, backend=self._backend)
         first = self._follow(hidden, outputs)
-        term = first_term(func, args) if self.phase == "backward" else None
-        if term is not None and first is not None:
-            storages.note_sum(first, term)
+        if facts.can_be_sum and phase == "backward" and first is not None:
+            term = first_term(func, args)
+            if term is not None:
+                storages.note_sum(first, term)
         return result
 
     def _follow(self, hidden: Hidden, outputs: tuple[Tensor, ...]) -> Storage | None:
@@ -202,28 +205,44 @@ class Recorder(TorchDispatchMode):
 
         Return the first result's storage.
         """
-        storages = self.storages
+        storages, phase = self.storages, self.phase
+        if hidden.is_plain:
+            found = [storages.enter(tensor, phase) for tensor in outputs]
+            return found[0] if found else None
         entered = hidden.replay(
             outputs,
-            enter=partial(storages.enter, phase=self.phase),
+            enter=partial(storages.enter, phase=phase),
             take=storages.take,
             give=storages.give,
-            keep=lambda saved: storages.tie(saved, outputs, self.phase),
+            keep=lambda saved: storages.tie(saved, outputs, phase),
         )
         return entered[0] if entered else None
 
     def _work(self, facts: _Facts, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], result: Any) -> Work:
-        moved, dtype = 0, ""
-        for tensor in outputs:
+        moved, dtype = 0, None
+        given = (*args, *kwargs.values()) if kwargs else args
+        for tensor in (*outputs, *tensors_among(given)):
             moved += tensor.numel() * tensor.element_size()
-            if not dtype and tensor.is_floating_point():
-                dtype = str(tensor.dtype).removeprefix("torch.")
-        for tensor in tensors_among((*args, *kwargs.values())):
-            moved += tensor.numel() * tensor.element_size()
-            if not dtype and tensor.is_floating_point():
-                dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype is None and tensor.is_floating_point():
+                dtype = tensor.dtype
         flops = 0 if facts.flops is None else int(facts.flops(*args, **kwargs, out_val=result))
-        return Work(facts.name, self.phase, self._place(), flops, moved, dtype)
+        return self._one_of_equals(facts.name, self.phase, self._place(), flops, moved, _name_of(dtype))
+
+    def _one_of_equals(self, *key: Any) -> Work:
+        """Return the operation with these attributes; equal operations are one object."""
+        work = self._works.get(key)
+        if work is None:
+            work = self._works[key] = Work(*key)
+        return work
+
+
+@cache
+def _name_of(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _is_strided(value: Any) -> bool:
+    return type(value) is FakeTensor and value.layout is torch.strided
 
 
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:

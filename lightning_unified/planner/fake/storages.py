@@ -102,14 +102,14 @@ class Storages:
         storage = self.take(count)
         if phase == "batch":
             storage.category = "batch"
-        return self._follow(tensor, storage, in_forward=phase == "forward")
+        return self._follow(tensor, untyped, storage, in_forward=phase == "forward")
 
     def bind(self, tensor: Tensor, *, in_forward: bool = False) -> Storage:
         """Follow a new tensor's storage without noting its allocation, whose place is found later."""
-        return self._follow(tensor, self.reserve(tensor.untyped_storage().nbytes()), in_forward=in_forward)
-
-    def _follow(self, tensor: Tensor, storage: Storage, *, in_forward: bool) -> Storage:
         untyped = tensor.untyped_storage()
+        return self._follow(tensor, untyped, self.reserve(untyped.nbytes()), in_forward=in_forward)
+
+    def _follow(self, tensor: Tensor, untyped: torch.UntypedStorage, storage: Storage, *, in_forward: bool) -> Storage:
         key = untyped._cdata
         if in_forward:
             storage.in_forward = True
@@ -199,6 +199,8 @@ class Storages:
             self._add_in_place(storage)
             return
         self.give(storage)
+        if not self._tied:
+            return
         for tied in self._tied.pop(key, ()):
             if tied.category is None and storage.category is not None:
                 tied.category = storage.category

@@ -9,7 +9,6 @@ from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run.fake_batch import row_length
 from lightning_unified.planner.other_phases import outline
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.row_lengths import aligned
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
 
@@ -76,7 +75,7 @@ class PlannedLengths:
         if not self._steps.is_known:
             light = outline(batch)
             self._steps.learn(batch if light is None else light, length=length)
-        key = shape.rows, _rounded_up(length)
+        key = shape.rows, self._steps.aligned(_rounded_up(length))
         is_new = key not in self._found
         if is_new:
             row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // shape.rows
@@ -102,4 +101,4 @@ class PlannedLengths:
 def _rounded_up(length: int) -> int:
     """Return the next of `_STEPS` lengths per power of two, so that few lengths need a search."""
     step = max((1 << (length.bit_length() - 1)) // _STEPS, 1)
-    return aligned(-(-length // step) * step)
+    return -(-length // step) * step

@@ -62,7 +62,7 @@ class _LoneRank:
         return []
 
     def losses_named(self) -> AbstractContextManager[None]:
-        """Return a context that changes nothing: no rank can be lost."""
+        """Return a block in which no rank can be lost."""
         return nullcontext()
 
     def average(self, tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ whose storages are freed. A block may free its own storages and the results of t
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_unified.cost_model.trace.trace import Give, Work
@@ -86,7 +86,8 @@ def normal(segment: Segment, births: Births, names: Sequence[str]) -> list[Any]:
     found: list[Any] = []
     for event in segment.events:
         if isinstance(event, Work):
-            found.append((replace(event, place=""), _relative(event.place, span[2], names)))
+            kind = event.op, event.phase, event.flops, event.moved, event.dtype
+            found.append((kind, _relative(event.place, span[2], names)))
         elif isinstance(event, Storage):
             found.append((event.bytes, event.category or "temporaries", births.of[event.number][1]))
         elif isinstance(event, Give):

@@ -135,6 +135,10 @@ class Ranks:
             self._raise_if_over(words)
         return words
 
+    def most(self, value: int) -> int:
+        """Return the largest `value` of all ranks, each from 0 to 2**32 - 1; all ranks call it together."""
+        return max(word.digest for word in self.meet(Point.DECISION, digest=value))
+
     def exchange(self, point: Point, value: Any) -> list[Any]:
         """Meet, and return the `value` of each rank. It is pickled, so use it for rare values."""
         self.meet(point)
@@ -159,7 +163,10 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def scatter_sum(self, tensor: Tensor, own: Tensor) -> None:
-        """Write this rank's part of the sum of the ranks' `tensor` into `own`; `tensor` has equal parts for all ranks."""
+        """Write this rank's part of the sum of the ranks' `tensor` into `own`.
+
+        `tensor` has equal parts for all ranks.
+        """
         with self.losses_named():
             dist.reduce_scatter_tensor(own, tensor)
 
@@ -199,7 +206,8 @@ class Ranks:
             self.is_over = True
             raise RankError(
                 f"{'; '.join(f'rank {word.rank} failed: {word.text}' for word in failed)} [rank {self.rank} stops with it; go on from the "
-                "last checkpoint]"
+                "last checkpoint]",
+                failed=tuple(word.rank for word in failed),
             )
         # a rank that ran out of memory does not know how far the others have come
         if len({word.point for word in words if word.outcome is Outcome.WELL}) > 1:
@@ -213,7 +221,11 @@ class Ranks:
 
     @contextmanager
     def losses_named(self) -> Iterator[None]:
-        """Turn the failure of a collective into an error that names the missing ranks."""
+        """Turn the failure of a collective inside the block into an error that names the missing ranks.
+
+        Raises:
+            RankError: If the collective failed.
+        """
         try:
             yield
         except RankError:
@@ -226,7 +238,8 @@ class Ranks:
             raise RankError(
                 f"no answer from rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: a process that is gone, or that did not "
                 f"come to where rank {self.rank} waits for it ({self._timeout or 'for as long as torch waits'}). Its own output says "
-                "why; go on from the last checkpoint."
+                "why; go on from the last checkpoint.",
+                missing=tuple(missing),
             ) from error
 
     def _missing(self) -> list[int]:

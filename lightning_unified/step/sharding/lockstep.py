@@ -42,7 +42,9 @@ __all__ = ["KeptShards", "LockstepEvaluation", "LockstepOptimization", "inside_r
 
 
 class KeptShards(Replicas):
-    """A sharded module whose blocks are gathered one at a time; FSDP2 has reduced gradients when the passes end.
+    """A sharded module whose blocks are gathered one at a time.
+
+    FSDP2 has reduced the gradients when the passes end.
 
     Attributes:
         collectives: The collectives of all blocks, which vote during a step.
@@ -57,7 +59,10 @@ class KeptShards(Replicas):
         set_collectives(self._roots, self.collectives)
 
     def leave(self, *, failed: bool) -> None:
-        """Free gathered parameters after the passes of a batch; after ones that `failed`, reset FSDP2's state as well."""
+        """Free gathered parameters after the passes of a batch.
+
+        After passes that `failed`, reset FSDP2's state as well.
+        """
         self.collectives.vote = None
         if failed:
             reset_iteration(self._roots, reshards=True)
@@ -123,7 +128,10 @@ class LockstepOptimization(ShardedUpdate):
 
 
 class LockstepEvaluation(EvaluationSteps):
-    """Runs evaluation steps on all ranks in lockstep: a batch that one rank has no memory for is repeated by all."""
+    """Runs evaluation steps on all ranks in lockstep.
+
+    If one rank has no memory for a batch, all repeat it.
+    """
 
     def __init__(self, trainer: L.Trainer, policy: DistributedPolicy, *, ranks: Ranks, shards: KeptShards) -> None:
         super().__init__(trainer, policy)

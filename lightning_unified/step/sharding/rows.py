@@ -29,7 +29,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def refuse_placement(name: str, tensor: Tensor) -> None:
-    """Raise `ConfigurationError` unless `tensor` is divided by rows over a mesh of one dimension, or the same on all ranks."""
+    """Raise `ConfigurationError` unless `tensor` is sharded by rows over one dimension, or replicated."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     if placements not in ((), (Shard(0),), (Replicate(),)):
         raise ConfigurationError(
@@ -67,7 +67,9 @@ def as_dtensor(own: Tensor, like: DTensor) -> DTensor:
 
 
 def gathered(tensor: DTensor, ranks: Ranks, *, wanted: bool) -> Tensor | None:
-    """Return the whole of `tensor` on the host of each rank that has `wanted` it; None on others. All ranks call it together.
+    """Return the whole of `tensor` on the host of each rank that has `wanted` it; None on others.
+
+    All ranks call it together.
 
     All memory is allocated before the ranks meet, so that no rank waits for one that has none.
 
@@ -88,7 +90,10 @@ def gathered(tensor: DTensor, ranks: Ranks, *, wanted: bool) -> Tensor | None:
 
 
 def _memory(own: Tensor, shape: torch.Size, ranks: Ranks, *, wanted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return this rank's rows, padded to as many as every rank sends, memory for those of all, and memory on the host."""
+    """Return this rank's padded rows, memory for the rows of all ranks, and memory on the host.
+
+    All ranks send as many rows.
+    """
     most = -(-shape[0] // ranks.size)
     mine = own.new_zeros((most, *shape[1:]))
     mine[: own.shape[0]].copy_(own)

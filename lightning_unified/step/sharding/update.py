@@ -1,4 +1,4 @@
-"""The optimizer's part of a step on sharded parameters: the global norm, and the update with its own copies.
+"""The optimizer's part of a step on sharded parameters: the global norm, and the update.
 
 No rank can copy another's weights, because each has other rows. So nothing is written before all ranks are ready, and a rank whose
 update fails restores its own copies and writes again, alone.

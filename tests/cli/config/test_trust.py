@@ -80,7 +80,7 @@ def lightnings_own_reader_of_pickles(run, hit):
 
 
 def through_a_module_of_ours(run, hit):
-    change(run, "callbacks.bait", {"_target_": "lightning_unified.cli.run.job.os.mkdir", "path": str(hit)})
+    change(run, "callbacks.bait", {"_target_": "lightning_unified.cli.ranks.command.os.mkdir", "path": str(hit)})
 
 
 def in_a_list(run, hit):

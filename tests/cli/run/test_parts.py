@@ -128,6 +128,7 @@ def test_the_summary_of_data_without_tokens_or_steps_is_printed(capsys):
         "nonfinite_gradients": {"steps": 3, "nan": 2, "inf": 1},
         "peak_bytes": {"measured": None, "source": "unknown"},
         "budget_bytes": None,
+        "ranks": 1,
         "steps": 0,
         "seconds": 0.25,
         "samples_per_second": None,

@@ -1,6 +1,9 @@
 """Sweeps by the launcher and the sweeper of the extra `sweep`, where they are installed."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -108,3 +111,40 @@ def test_joblib_runs_a_grid_in_processes_and_each_leaves_its_record(sweep, tmp_p
 
     assert done.code == 0
     assert len(losses(tmp_path / "sweep")) == 4
+
+
+LAUNCHERS = {
+    "submitit_local": "hydra_plugins.hydra_submitit_launcher",  # the extra `cluster`: processes in place of jobs
+    "ray": "hydra_plugins.hydra_ray_launcher",  # the extra `ray`: a cluster of this machine
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_of_a_cluster_runs_a_grid_and_leaves_out_what_is_done(tiny, tmp_path, launcher):
+    pytest.importorskip(LAUNCHERS[launcher])
+    line = [
+        "-m",
+        f"hydra/launcher={launcher}",
+        "memory=debug",
+        "trainer.max_steps=1",
+        "run_dir=sweep",
+        "resume=auto",
+        *tiny,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def sweep(rates):
+        command = [sys.executable, str(ROOT / "train.py"), *line, f"model.learning_rate={rates}"]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    first = sweep("0.001,0.01")
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("sweep/*/summary.json")}
+    second = sweep("0.001,0.01,0.1")
+
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    assert len(written) == 2
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert sorted(losses(tmp_path / "sweep")) == [f"model.learning_rate={rate}" for rate in ("0.001", "0.01", "0.1")]

@@ -77,6 +77,8 @@ def problem_of(words: list[str]) -> str:
     program, *rest = words
     if PYTHON.match(program):
         return _of_python(rest)
+    if program == "torchrun":
+        return _of_torchrun(rest)
     if program.endswith("lightning-unified"):
         return _of_module("lightning_unified", rest)
     if program == "make":
@@ -175,6 +177,17 @@ def _keys(chosen: tuple[str, ...]) -> set[str]:
 def _groups() -> dict[str, list[str]]:
     with searching(str(ROOT / "conf")):
         return groups()
+
+
+def _of_torchrun(words: list[str]) -> str:
+    from torch.distributed.run import get_args_parser
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            parsed = get_args_parser().parse_args(words)
+        except SystemExit:
+            return said.getvalue().strip().splitlines()[-1]
+    return _of_python([parsed.training_script, *parsed.training_script_args])
 
 
 def _of_make(rest: list[str]) -> str:

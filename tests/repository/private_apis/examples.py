@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -48,6 +49,25 @@ def _transformers(name: str) -> Any:
     return transformers.BertConfig() if name == "PretrainedConfig" else transformers.BertModel
 
 
+@cache
+def _sharded() -> Any:
+    """Return a sharded module after a forward pass, over two ranks that exist in this process only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lightning_unified.planner.ranks.fake_group import fake_group
+
+    with fake_group(2):
+        module = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=init_device_mesh("cpu", (2,)))
+        module(torch.zeros(1, 2))
+        module.reshard()
+    return module
+
+
+def _group_of_parameters() -> Any:
+    return _sharded()._get_fsdp_state()._fsdp_param_group
+
+
 _MAKERS: dict[str, Any] = {
     "AdamW": lambda: torch.optim.AdamW(nn.Linear(1, 1).parameters(), fused=True),
     "Autocast": lambda: torch.autocast("cpu"),
@@ -57,9 +77,15 @@ _MAKERS: dict[str, Any] = {
     "Closure": lambda: Closure(lambda: None, None, None),  # type: ignore[arg-type]
     "CombinedLoader": lambda: CombinedLoader([]),
     "DDPStrategy": DDPStrategy,
+    "DTensor": lambda: next(_sharded().parameters()),
     "DataLoader": lambda: DataLoader([0]),  # type: ignore[arg-type]
+    "FSDPModule": _sharded,
+    "FSDPParam": lambda: _group_of_parameters().fsdp_params[0],
+    "FSDPParamGroup": _group_of_parameters,
+    "FSDPState": lambda: _sharded()._get_fsdp_state(),
     "GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "LightningModule": L.LightningModule,
+    "LightningOptimizer": lambda: LightningOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters())),
     "Metric": MeanMetric,
     "ModelCheckpoint": ModelCheckpoint,
     "Module": lambda: nn.Linear(1, 1),
@@ -83,6 +109,8 @@ OPTIONAL = {
     "argparse._ActionsContainer._check_help": "since Python 3.14",
     "torch._C._accelerator_isAllocatorInitialized": "since torch 2.12",
     "AdamW._need_device_dtype_check_for_fused": "set by the optimizer's first step",
+    "FSDPState._fsdp_param_groups": "since torch 2.13",
+    "FSDPState._comm_ctx._last_post_reduce_events": "since torch 2.13",
 }
 _AUTOMATIC = "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization"
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
@@ -101,6 +129,10 @@ CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "Trainer.fit_loop._should_accumulate": (0, ()),
     "Trainer.fit_loop.epoch_loop._should_check_val_fx": (1, ()),
     "BaseTunerLayer._cast_input_dtype": (3, ()),
+    "FSDPModule._get_fsdp_state": (0, ()),
+    "FSDPParamGroup._to_sharded": (0, ()),
+    "FSDPState._lazy_init": (0, ()),
+    "Trainer.precision_plugin._wrap_closure": (3, ()),
     "Metric._reduce_states": (1, ()),
     "Module._call_impl": (3, ()),
     "torch.nn.Module._apply": (2, ("recurse",)),

@@ -395,12 +395,12 @@ def dying(hold: Any) -> Any:
 
 
 def chosen() -> tuple[str, str]:
-    """Return what ranks hold with a large budget on all, and with one on the second rank that the whole exceeds."""
+    """Return what ranks hold with a large budget, and with a small one on the second rank."""
     held = []
     for whole in (False, True):
         strategy = UnifiedFSDPStrategy()
         if whole and local_rank() == 1:
-            fsdp._bytes_of_whole = lambda *_, **__: 2**62
+            fsdp.bytes_of_whole = lambda *_, **__: 2**62
         trained(strategy, ranks=2, rank=local_rank(), max_steps=1, max_epochs=-1)
         held.append(strategy.holds)
     return held[0], held[1]

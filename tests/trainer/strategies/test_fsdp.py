@@ -177,7 +177,7 @@ def test_a_module_that_shards_itself_is_left_as_it_is():
         assert_alike(fits, alone("plain"))
 
 
-def test_it_takes_the_arguments_of_unified_ddp_with_other_defaults_where_ranks_hold_other_rows():
+def test_it_takes_the_arguments_of_unified_ddp_with_one_other_default():
     own, other = (inspect.signature(kind).parameters for kind in (UnifiedFSDPStrategy, UnifiedDDPStrategy))
     of_ddp = {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "predict", "compile"}
 

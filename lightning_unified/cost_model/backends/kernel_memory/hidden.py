@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +51,11 @@ class Hidden:
     saved: int = 0
     shrinks: bool = False
     last_first: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call takes nothing beside its results, in their order."""
+        return self is _NOTHING or self is _SHRINKS
 
     def replay(
         self,
@@ -199,6 +205,24 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     Raises:
         ValueError: For another backend.
     """
+    rule = _rule_of(func, backend)
+    if isinstance(rule, Hidden):
+        return rule
+    name, temporary, saved, shrinks = rule
+    call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
+    if temporary is None and saved is None:
+        return Hidden(_order(mixed_operands(name, call)))
+    order = _order(temporary(call)) if temporary else ()
+    if backend == "cpu":
+        order += _order(averaged_losses(name, call))
+    if order and name in _FIRST and RESULT not in order:
+        order = (*order, *[RESULT] * len(call.results))
+    return Hidden(order, saved(call) if saved else 0, shrinks)
+
+
+@cache
+def _rule_of(func: Any, backend: str) -> Hidden | tuple[str, Repair | None, Kept | None, bool]:
+    """Return the result for every call of `func`; or its name, its formulas, and whether its result shrinks."""
     if backend not in REPAIRS:
         raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(REPAIRS)}.")
     if func is _DROPOUT:
@@ -209,15 +233,7 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     shrinks = name in _SHRUNK and saved is None
     if temporary is None and saved is None and not mixes:
         return _SHRINKS if shrinks else _NOTHING
-    call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
-    if temporary is None and saved is None:
-        return Hidden(_order(mixed_operands(name, call)))
-    order = _order(temporary(call)) if temporary else ()
-    if backend == "cpu":
-        order += _order(averaged_losses(name, call))
-    if order and name in _FIRST and RESULT not in order:
-        order = (*order, *[RESULT] * len(call.results))
-    return Hidden(order, saved(call) if saved else 0, shrinks)
+    return name, temporary, saved, shrinks
 
 
 def _order(found: int | Order) -> Order:

@@ -172,28 +172,6 @@ def test_a_signal_in_the_same_batch_leaves_the_trainer_as_it_was(small_run, tmp_
     assert (trainer.global_step, trainer.min_steps, trainer.min_epochs, trainer.limit_val_batches) == (4, 10, 2, 1.0)
 
 
-def test_pressure_on_another_process_makes_this_one_act_after_the_same_batch(small_run, tmp_path, by_hand, monkeypatch):
-    """A strategy stands for two processes.
-
-    It reduces with a neighbour that is critical from step 6.
-    """
-    from lightning.pytorch.strategies import SingleDeviceStrategy
-
-    class Neighboured(SingleDeviceStrategy):
-        def reduce(self, tensor, *args, reduce_op="mean", **kwargs):
-            if reduce_op != "max":
-                return tensor
-            return torch.maximum(tensor, torch.tensor(2 if self.lightning_module.trainer.global_step >= 6 else -1))
-
-    guard = Scripted("normal")
-    module, trainer = small_run.build(tmp_path, callbacks=[guard, RunCheckpoint(tmp_path)], strategy=Neighboured("cpu"))
-    monkeypatch.setattr(type(trainer), "world_size", 2)
-    trainer.fit(module, small_run.StatefulLoader(), small_run.validation_loader())
-
-    assert trainer.global_step == 9
-    assert guard.stopped_for == "memory pressure: on another process"
-
-
 def test_an_unwritable_trace_is_said_once_and_the_run_still_gives_way(small_run, tmp_path, by_hand, caplog):
     (tmp_path / "file").write_text("in the way")
     guard = Scripted("critical", trace=tmp_path / "file" / "pressure.jsonl")

@@ -1,0 +1,1 @@
+"""What callbacks of several processes agree on, and the scheduler that starts these processes."""
