@@ -37,7 +37,7 @@ class _Prepared:
     validation: Rows
 
 
-class TextData(ResumableData):
+class TextData(ResumableData[Rows]):
     """Text and records, split by group.
 
     A batch has `input_ids`, `labels`, `error_code_ids` and `diagnosis_labels`. Split, tokenizer, rows and order depend only on
@@ -99,17 +99,6 @@ class TextData(ResumableData):
         settings.check_fractions(val_fraction=val_fraction)
         self.source, self.sequence_length = source, sequence_length
         self.loss_on: Literal["all", "answer"] = loss_on
-
-    @property
-    @override
-    def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE, learnt from the training split; `to_str()` is its JSON."""
-        return self._prepared.tokenizer
-
-    @property
-    @override
-    def rows(self) -> tuple[Rows, Rows]:
-        return self._prepared.train, self._prepared.validation
 
     @override
     def _zeros(self, rows: int) -> dict[str, Tensor]:

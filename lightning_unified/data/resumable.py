@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from lightning import LightningDataModule
 from tokenizers import Tokenizer
@@ -14,11 +14,14 @@ from lightning_unified.data.loader import BatchRows, LoaderOptions, ResumableLoa
 
 __all__ = ["ResumableData"]
 
+RowsT = TypeVar("RowsT", bound=BatchRows)
 
-class ResumableData(LightningDataModule, ABC):
+
+class ResumableData(LightningDataModule, ABC, Generic[RowsT]):
     """Base of the data modules: training and validation rows on loaders that can be resumed.
 
-    The arguments of the subclass's constructor become hyperparameters.
+    The arguments of the subclass's constructor become hyperparameters. Its `_prepared` reads the data at its first use; the result has
+    the attributes `tokenizer`, `train` and `validation`.
 
     Args:
         options: Batch size, order and workers; a data module takes them as arguments of the same names.
@@ -29,6 +32,7 @@ class ResumableData(LightningDataModule, ABC):
     """
 
     batch_work: ClassVar[Literal["gather", "compute"]] = "gather"
+    _prepared: Any
 
     def __init__(self, options: LoaderOptions) -> None:
         super().__init__()
@@ -38,14 +42,14 @@ class ResumableData(LightningDataModule, ABC):
         self.batch_size = options.batch_size
 
     @property
-    @abstractmethod
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; `to_str()` returns its JSON."""
+        return self._prepared.tokenizer
 
     @property
-    @abstractmethod
-    def rows(self) -> tuple[BatchRows, BatchRows]:
+    def rows(self) -> tuple[RowsT, RowsT]:
         """The training and the validation rows."""
+        return self._prepared.train, self._prepared.validation
 
     @abstractmethod
     def _zeros(self, rows: int) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class _Prepared:
     test: LabelRows
 
 
-class LabelData(ResumableData):
+class LabelData(ResumableData[LabelRows]):
     """Labelled texts without copies, split by group.
 
     A batch has `input_ids`, `attention_mask` and `labels`. All results depend only on the arguments and the source; the global
@@ -121,16 +121,6 @@ class LabelData(ResumableData):
                 "out, or set data.source=files."
             )
         self.source, self.text_length = source, text_length
-
-    @property
-    @override
-    def tokenizer(self) -> Tokenizer:
-        return self._prepared.tokenizer
-
-    @property
-    @override
-    def rows(self) -> tuple[LabelRows, LabelRows]:
-        return self._prepared.train, self._prepared.validation
 
     @property
     def learns_tokenizer(self) -> bool:

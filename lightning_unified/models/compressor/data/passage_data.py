@@ -33,7 +33,7 @@ class _Prepared:
     validation: Passages
 
 
-class PassageData(ResumableData):
+class PassageData(ResumableData[Passages]):
     """Plain texts, split by document, in batches of passages and continuations; see `Passages`.
 
     All results depend only on the arguments and the source; the global random state is never used. Diagnostic records are used as
@@ -99,16 +99,6 @@ class PassageData(ResumableData):
                 f"data.tokenizer_file={tokenizer_file} and data.pretrained={pretrained} both name a tokenizer; give one."
             )
         self.source, self.text_length, self.continuation_length = source, text_length, continuation_length
-
-    @property
-    @override
-    def tokenizer(self) -> Tokenizer:
-        return self._prepared.tokenizer
-
-    @property
-    @override
-    def rows(self) -> tuple[Passages, Passages]:
-        return self._prepared.train, self._prepared.validation
 
     @property
     def train_documents(self) -> list[np.ndarray]:

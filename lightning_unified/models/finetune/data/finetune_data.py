@@ -42,7 +42,7 @@ class _Prepared:
     left_out: int
 
 
-class FinetuneData(ResumableData):
+class FinetuneData(ResumableData[ExampleRows]):
     """Conversations, prompts with completions, and plain texts, in a model's own tokens.
 
     Conversations use the model's template. `rows.ExampleRows` describes the batches. All results depend only on the arguments and the
@@ -116,11 +116,6 @@ class FinetuneData(ResumableData):
     def chat(self) -> ChatTokenizer:
         """The tokenizer with its template."""
         return self._prepared.chat
-
-    @property
-    @override
-    def rows(self) -> tuple[ExampleRows, ExampleRows]:
-        return self._prepared.train, self._prepared.validation
 
     @property
     def held_out(self) -> list[Example]:
