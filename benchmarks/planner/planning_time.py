@@ -103,7 +103,7 @@ def run_ragged() -> dict[str, Any]:
 
     FirstStep.look = timed  # type: ignore[method-assign]
     strategy = UnifiedStrategy(budget=str(FULL["budget"]), simulate="h200", check_split=False)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -159,7 +159,10 @@ class Strikes(L.Callback):
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder, self.seen, self.armed = case, folder, -1, False
-        self.times = {"several": 3, "save": 4}.get(case.fault, 1)
+        closing = dict.fromkeys(
+            ("hook", "clipping", "optimizer", "half written"), case.window
+        )  # only where a window ends
+        self.times = (closing | {"several": 3, "save": 4}).get(case.fault, 1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.seen += 1
@@ -229,10 +232,10 @@ class Strikes(L.Callback):
         collectives.begin = failing
 
     def _in_update(self, optimizer: torch.optim.Optimizer) -> None:
-        step, path = optimizer.step, self._path
+        step = optimizer.step
 
         def failing(closure: Callable[[], Any] | None = None) -> Any:
-            if path.exists():
+            if self._path.exists() or not self.armed:
                 return step(closure)
             assert closure is not None
             closure()
