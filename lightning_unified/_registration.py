@@ -47,6 +47,13 @@ def _add_names(strategies: ModuleType) -> None:
                 description=f"Divides a module over several devices (FSDP2) inside a memory budget, with `start_method` '{start_method}'.",
                 start_method=start_method,
             )
+        for hold in ("parameters", "shards"):
+            registry.register(
+                f"unified_fsdp_{hold}",
+                _unified_fsdp,
+                description=f"Divides a module over several devices (FSDP2) inside a memory budget, with `hold` '{hold}'.",
+                hold=hold,
+            )
 
     fabric = getattr(sys.modules.get(_FABRICS_HOME), "STRATEGY_REGISTRY", None)
     if fabric is not None and "unified" not in fabric:

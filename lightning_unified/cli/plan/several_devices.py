@@ -42,8 +42,7 @@ def group_arguments(config: DictConfig, *, backend: str, link: str | None) -> di
         )
     if link is not None:
         link_of(link, name="--link")
-    hold = config.memory.get("hold")
-    given = {"hold": hold, "link": link}
+    given = {"hold": _hold(config.trainer.strategy), "link": link}
     return {"devices": devices, "strategy": strategy, **{name: one for name, one in given.items() if one is not None}}
 
 
@@ -84,6 +83,14 @@ def _present(given: Any, backend: str) -> int:
     if not torch.cuda.is_available():
         raise ConfigurationError(f"trainer.devices={given} depends on the machine, and none is here; give a number.")
     return torch.cuda.device_count()
+
+
+def _hold(given: Any) -> str | None:
+    """Return what a rank holds whole during a step, as `trainer.strategy` gives it; None for the strategy's own choice."""
+    if OmegaConf.is_dict(given):
+        return given.get("hold")
+    kept = str(given).removeprefix("unified_fsdp_")
+    return kept if kept in ("parameters", "shards") else None
 
 
 def _strategy(given: Any) -> str | None:

@@ -98,9 +98,8 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str, ranks: int =
     if batch is None:
         data = make("data", planned.data)
         batch, note = batch_of_data(data)
-        shared = (
-            ranks if hasattr(data, "example_batch") else 1
-        )  # other data give each rank batches of its own, as Lightning does
+        # Other data give each rank batches of its own, as Lightning does.
+        shared = ranks if hasattr(data, "example_batch") else 1
         batch = rank_share(batch, shared)
         others = {name: rank_share(other, shared) for name, other in batches_of_other_phases(data).items()}
         if is_overridden("validation_step", module, LightningModule) and trainer.limit_val_batches:

@@ -23,7 +23,7 @@ from lightning_unified.step.sharding.shards import bytes_of_whole
 __all__ = ["DeviceGroup"]
 
 _NAMES = {"ddp": "unified_ddp", "fsdp": "fsdp", "unified_ddp": "unified_ddp", "unified_fsdp": "unified_fsdp"}
-_BATCH = "one rank of {devices} with {strategy}: each has a batch of its own, as large as the one given"
+_BATCH = "one rank of {devices} with {strategy}: each has a batch of its own, as large as the one planned"
 _HELD = {
     "parameters": 'hold="parameters": whole parameters and gradients during a step, gathered and reduced once',
     "shards": 'hold="shards": one block at a time is whole, gathered and reduced for every micro-batch',

@@ -23,6 +23,7 @@ GEAR = ("model=gearhead", "hardware=cuda", "memory.budget=16GiB")
         (["trainer.num_nodes=0", "trainer.devices=8", "trainer.strategy=unified_ddp"], "trainer.num_nodes=0"),
         (["trainer.devices=8", "trainer.strategy=unified_ddp", "--link", "wire"], "--link='wire'"),
         (["--link", "nvlink4"], "--link nvlink4"),
+        (["trainer.devices=7", "trainer.strategy=unified_ddp"], "give a multiple of 7 as data.batch_size"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_by_its_key(command, arguments, words):
@@ -35,6 +36,10 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(command, arguments,
     ("arguments", "asked"),
     [
         (["trainer.devices=8", "trainer.strategy=unified_fsdp"], {"devices": 8, "strategy": "unified_fsdp"}),
+        (
+            ["trainer.devices=8", "trainer.strategy=unified_fsdp_shards"],
+            {"devices": 8, "strategy": "unified_fsdp", "hold": "shards"},
+        ),
         (["trainer.devices=[0,1]", "trainer.strategy=unified_ddp"], {"devices": 2, "strategy": "unified_ddp"}),
         (
             ["trainer.devices=4", "trainer.num_nodes=2", "trainer.strategy=unified_ddp_spawn"],
@@ -49,6 +54,13 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(command, arguments,
 def test_the_keys_of_the_trainer_name_the_devices(command, calls, arguments, asked):
     assert command(*GEAR, *arguments).code == 0
     assert {name: vars(calls.call).get(name) for name in asked} == asked
+
+
+def test_devices_share_the_batch_of_a_models_own_data(command, calls):
+    keys = ("data.batch_size=32", "data.val_batch_size=16", "trainer.devices=8", "trainer.strategy=unified_ddp")
+
+    assert command(*GEAR, *keys).code == 0
+    assert {len(tensor) for tensor in calls.call.batch.values()} == {4}
 
 
 def test_a_plan_for_one_device_asks_for_no_group(command, calls):

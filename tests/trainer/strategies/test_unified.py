@@ -48,7 +48,7 @@ def test_the_names_are_registered_after_lightnings_import(lightning_strategies):
     _registration.register()
 
     assert "unified" not in before
-    assert {"unified", "unified_ddp", "unified_ddp_spawn"} <= set(imported.StrategyRegistry)
+    assert {"unified", "unified_ddp", "unified_ddp_spawn", "unified_fsdp_shards"} <= set(imported.StrategyRegistry)
 
 
 def test_the_names_are_registered_before_lightnings_import(lightning_strategies):
@@ -56,7 +56,7 @@ def test_the_names_are_registered_before_lightnings_import(lightning_strategies)
     _registration.register()
     imported = importlib.import_module(lightning_strategies)
 
-    assert {"unified", "unified_ddp", "unified_ddp_spawn"} <= set(imported.StrategyRegistry)
+    assert {"unified", "unified_ddp", "unified_ddp_spawn", "unified_fsdp_shards"} <= set(imported.StrategyRegistry)
     assert sys.meta_path == finders
 
 
