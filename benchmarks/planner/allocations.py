@@ -29,9 +29,9 @@ from benchmarks.planner.zoo.modules import available
 from benchmarks.planner.zoo.unseen import UNSEEN
 from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.trace.trace import Give, Take, Work
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.step_traces import StepTraces
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.step_traces import StepTraces
 
 _PRECISIONS = ("32-true", "bf16-mixed")
 _LARGE = 2**20

@@ -23,8 +23,8 @@ from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.errors import UndoError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.repeats import Twins
-from lightning_unified.planner.step_traces import BatchRows, CountedMemory
-from lightning_unified.planner.traced_sizes import TracedSizes
+from lightning_unified.planner.search.step_traces import BatchRows, CountedMemory
+from lightning_unified.planner.search.traced_sizes import TracedSizes
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
 from lightning_unified.terminal import activity

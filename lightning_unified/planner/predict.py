@@ -17,15 +17,15 @@ from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.attention import AskedAttention, attention_choices, check_attention
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk, chunk_choices
 from lightning_unified.planner.arguments import check_recompute, check_step_arguments
-from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.devices import DeviceGroup, backend_of, budget_bytes, calibration_of, speeds_of
 from lightning_unified.planner.devices.layouts import compared_layouts
 from lightning_unified.planner.devices.planners import Planners
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.other_phases import plan_validation, with_generation
-from lightning_unified.planner.phases import Phases
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+from lightning_unified.planner.search.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.search.phases import Phases
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import SizeLimits, StepTraces
 
 __all__ = ["plan", "plan_many", "predict"]
 

@@ -16,7 +16,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.attention import ChunkedAttention, function, queries_of_chunk
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options.attention import attention_choices
-from lightning_unified.planner.combinations import always_compared, combinations_to_compare
+from lightning_unified.planner.search.combinations import always_compared, combinations_to_compare
 
 WIDTH, LENGTH = 32, 96
 FAMILIES = ("Bart", "Falcon", "GPT2", "GPTNeoX", "Gemma3", "Llama", "Mistral", "OPT", "Phi3", "Qwen2")

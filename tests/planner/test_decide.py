@@ -9,8 +9,8 @@ from lightning_unified.cost_model.search import Candidate, Choice
 from lightning_unified.cost_model.trace.trace import Confidence
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import StepInputs, StepPlan, decide, needs_search, trusted
+from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.units import format_bytes
 
 MIB = 1 << 20

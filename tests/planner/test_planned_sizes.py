@@ -6,7 +6,7 @@ import torch
 
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 from lightning_unified.options import MemoryOptions
-from lightning_unified.planner.traced_sizes import TracedSizes
+from lightning_unified.planner.search.traced_sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.policy import MemoryPolicy

@@ -11,8 +11,8 @@ from lightning_unified.cost_model.render import does_fit
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.predict import plan_many
+from lightning_unified.planner.search.combinations import combinations_to_compare
 from lightning_unified.units import format_bytes
 
 MIB = 2**20

@@ -10,10 +10,10 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.cost_model.trace.trace import Work
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, StepSpec
-from lightning_unified.planner.row_lengths import RowLengths, aligned
-from lightning_unified.planner.step_traces import StepTraces
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.row_lengths import RowLengths, aligned
+from lightning_unified.planner.search.step_traces import StepTraces
 from lightning_unified.units import MIB
 
 ROWS, WIDTH = 16, 8

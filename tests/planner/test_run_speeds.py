@@ -4,11 +4,11 @@ import pytest
 
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.gather import RunSpeeds
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import SizeLimits, StepTraces
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from tests.support.zoo.dry_run import Perceptron
 

@@ -7,12 +7,12 @@ from lightning_unified.cost_model.memory import limit as limits
 from lightning_unified.cost_model.memory import reserve
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import allocator_peak
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.dry_run.fake_fit import FakeFit
-from lightning_unified.planner.phases import Phases
 from lightning_unified.planner.repeats import Twins
-from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.phases import Phases
+from lightning_unified.planner.search.step_traces import SizeLimits, StepTraces
 from lightning_unified.step.undo.plans import CopyBuffers
 from tests.planner.dry_run.test_dry_runs import numbered, summed_up
 from tests.planner.test_repeated_blocks import Stack, language

@@ -6,7 +6,7 @@ from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.search import Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
-from lightning_unified.planner.traced_sizes import TracedSizes
+from lightning_unified.planner.search.traced_sizes import TracedSizes
 
 MIB = 1 << 20
 ROWS = 64

@@ -106,7 +106,7 @@ def _page(
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cost_model import rates
     from lightning_unified.planner import predict
-    from lightning_unified.planner.phases import Phases
+    from lightning_unified.planner.search.phases import Phases
 
     trainer = {"trainer": subject.trainer}
     planned = partial(

@@ -16,7 +16,7 @@ from lightning_unified.planner.devices.layouts import why_layout
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.ranks.fake_group import fake_group
 from lightning_unified.planner.ranks.sharded_copy import Sharding
-from lightning_unified.planner.step_traces import CountedMemory
+from lightning_unified.planner.search.step_traces import CountedMemory
 from lightning_unified.step.ranks.reduction import scratch_bytes_of
 from lightning_unified.step.sharding.shards import bytes_of_whole
 

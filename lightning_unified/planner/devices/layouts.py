@@ -7,8 +7,8 @@ from lightning_unified.cost_model.plan import Layout
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.combinations import Combination
-from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
 from lightning_unified.units import format_duration
 
 __all__ = ["best_layout", "compared_layouts", "why_layout"]

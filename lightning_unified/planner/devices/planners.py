@@ -3,9 +3,9 @@
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.planner.devices.group import DeviceGroup
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.phases import Phases
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import SizeLimits, StepTraces
+from lightning_unified.planner.search.phases import Phases
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import SizeLimits, StepTraces
 
 __all__ = ["Planners"]
 

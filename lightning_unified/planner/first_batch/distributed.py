@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import DryRunError
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import decide
 from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.planner.first_batch.planning import Decision, StepPlanning, set_memory_options
 from lightning_unified.planner.first_batch.step_budget import StepBudget
-from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.split import BatchShape

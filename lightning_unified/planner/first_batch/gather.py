@@ -12,13 +12,13 @@ from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates,
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.options import CompileCost
-from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.decide import StepInputs, needs_search
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import outline
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
+from lightning_unified.planner.search.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import CountedMemory, SizeLimits, StepTraces
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape

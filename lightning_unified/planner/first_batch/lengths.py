@@ -5,10 +5,10 @@ from typing import Any
 
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run.fake_batch import row_length
 from lightning_unified.planner.other_phases import outline
-from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
 

@@ -11,7 +11,6 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.errors import BudgetError, UndoError
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import (
     StepInputs,
     StepPlan,
@@ -22,7 +21,8 @@ from lightning_unified.planner.first_batch.decide import (
 from lightning_unified.planner.first_batch.gather import RunSpeeds, gather_inputs, open_combinations, planner_of
 from lightning_unified.planner.first_batch.lengths import PlannedLengths
 from lightning_unified.planner.first_batch.step_budget import StepBudget
-from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
 from lightning_unified.units import format_duration

@@ -5,12 +5,12 @@ import pytest
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import recompute_policies
-from lightning_unified.planner import planner as planner_module
-from lightning_unified.planner import step_traces
-from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import CountedMemory, StepTraces
+from lightning_unified.planner.search import planner as planner_module
+from lightning_unified.planner.search import step_traces
+from lightning_unified.planner.search.combinations import combinations_to_compare
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
 from tests.support.zoo.dry_run import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")

@@ -8,14 +8,14 @@ from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.distributed import DistributedFirstStep, DistributedPlanning
 from lightning_unified.planner.first_batch.gather import RunSpeeds
 from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.first_batch.step_budget import StepBudget
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.step_traces import CountedMemory, StepTraces
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
 from tests.support.ranks.modules import Blocks, rank
 from tests.support.ranks.runs import GIB, MIB, fit, net
 

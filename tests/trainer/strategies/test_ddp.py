@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.distributed import Offer, settled
+from lightning_unified.planner.search.combinations import Combination
 from tests.support.lanes import slow, some
 from tests.support.ranks import compressor as ddp_compressor
 from tests.support.ranks import failing_runs, planned_runs

@@ -21,7 +21,7 @@ from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planner import other_phases
 from lightning_unified.planner.first_batch.planning import StepPlanning
-from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.recovery import budget_watch
 from lightning_unified.strategies import UnifiedStrategy
 from tests.support.lanes import slow, some
@@ -212,7 +212,7 @@ def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
     def failing(*_, **__):
         raise KeyError("of the planner's own")
 
-    monkeypatch.setattr("lightning_unified.planner.step_traces.DryRuns", failing)
+    monkeypatch.setattr("lightning_unified.planner.search.step_traces.DryRuns", failing)
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy)

@@ -10,11 +10,11 @@ from lightning_unified.cost_model.generation import generation_before
 from lightning_unified.cost_model.trace.sampling import with_sampling
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
-from lightning_unified.planner.bounds import Bounds
-from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
 from lightning_unified.planner.repeats import Twins
-from lightning_unified.planner.traced_sizes import TracedSizes, adjusted
+from lightning_unified.planner.search.bounds import Bounds
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.traced_sizes import TracedSizes, adjusted
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
 

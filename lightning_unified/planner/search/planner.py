@@ -24,11 +24,11 @@ from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
-from lightning_unified.planner.bounds import Bounds
-from lightning_unified.planner.combinations import Combination, always_compared
 from lightning_unified.planner.garbage import no_collection
-from lightning_unified.planner.row_lengths import RowLengths
-from lightning_unified.planner.step_traces import StepTraces
+from lightning_unified.planner.search.bounds import Bounds
+from lightning_unified.planner.search.combinations import Combination, always_compared
+from lightning_unified.planner.search.row_lengths import RowLengths
+from lightning_unified.planner.search.step_traces import StepTraces
 
 __all__ = ["Planner", "is_under"]
 

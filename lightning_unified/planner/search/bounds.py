@@ -13,7 +13,7 @@ from lightning_unified.cost_model.rates.cost import least_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.search.combinations import Combination
 
 __all__ = ["Bounds"]
 

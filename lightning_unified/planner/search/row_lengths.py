@@ -12,9 +12,9 @@ from typing import Any
 
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
 from lightning_unified.cost_model.trace.trace import Trace
-from lightning_unified.planner.combinations import Combination
-from lightning_unified.planner.step_traces import StepTraces
-from lightning_unified.planner.traced_sizes import TracedSizes
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.step_traces import StepTraces
+from lightning_unified.planner.search.traced_sizes import TracedSizes
 
 __all__ = ["RowLengths", "aligned"]
 

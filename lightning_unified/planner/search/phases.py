@@ -1,7 +1,7 @@
 """The phases of one fit, whose plans share their dry runs."""
 
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
+from lightning_unified.planner.search.step_traces import CountedMemory, SizeLimits, StepTraces
 
 __all__ = ["Phases"]
 
