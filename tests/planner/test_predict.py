@@ -146,7 +146,7 @@ def test_a_device_that_is_not_here_has_the_published_speeds_of_a_typical_one(mod
 
 
 def test_a_step_that_fits_after_the_allocator_freed_its_caches_shows_the_limit(module, whole, monkeypatch):
-    for name in ("planner", "other_phases"):
+    for name in ("search.planner", "other_phases"):
         monkeypatch.setattr(f"lightning_unified.planner.{name}.fits_within", lambda *_args, **_kwargs: True)
     larger = torch.zeros(128, 128, 64)
     unhindered = lightning_unified.predict(module, BATCH, device="cuda", validation_batch=larger).validation

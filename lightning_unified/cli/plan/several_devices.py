@@ -86,7 +86,7 @@ def _present(given: Any, backend: str) -> int:
 
 
 def _hold(given: Any) -> str | None:
-    """Return what a rank holds whole during a step, as `trainer.strategy` gives it; None for the strategy's own choice."""
+    """Return the `hold` that `trainer.strategy` gives; None for the strategy's own choice."""
     if OmegaConf.is_dict(given):
         return given.get("hold")
     kept = str(given).removeprefix("unified_fsdp_")

@@ -9,7 +9,7 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Candidate, Choice, what_would_fit
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.planner.search.combinations import Combination
-from lightning_unified.planner.search.planner import is_under
+from lightning_unified.planner.search.compared import is_under
 from lightning_unified.units import format_bytes
 
 __all__ = ["StepInputs", "StepPlan", "decide", "more_rows", "needs_search", "trusted"]

@@ -5,13 +5,11 @@ The cost model turns it into seconds. `search` then takes the combination of mem
 among those that fit.
 """
 
-import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.peak import peak
@@ -25,16 +23,13 @@ from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.garbage import no_collection
-from lightning_unified.planner.search.bounds import Bounds
-from lightning_unified.planner.search.combinations import Combination, always_compared
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.compared import ComparedOptions
 from lightning_unified.planner.search.row_lengths import RowLengths
 from lightning_unified.planner.search.step_traces import StepTraces
 
-__all__ = ["Planner", "is_under"]
+__all__ = ["Planner"]
 
-# Operations in the dry runs of one choice; after that, only the first combinations are still looked at. About four seconds on a laptop's
-# core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
-_MOST_OPERATIONS = 16_000
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -81,8 +76,8 @@ class Planner:
         self._traces, self._calibration, self._link = traces, calibration, link
         self._rates = None if rates is None else replace(rates, link=link)
         self._bytes = _CorrectedBytes(traces.counted.allocator, calibration)
-        self._combinations: dict[tuple[Any, ...], Combination] = {}
-        self._begun, self._before = time.monotonic(), 0
+        self._compared = ComparedOptions(traces)
+        self._begun = time.monotonic()
 
     def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
         """Predict a step under `combination`, from a dry run at exactly that size.
@@ -123,16 +118,16 @@ class Planner:
         """
         rates = replace(rates, link=self._link)
         self._begun, self._rates = time.monotonic(), rates
-        self._before = self._traces.operations
+        self._compared.begin()
         with no_collection():
             return self._chosen(combinations, budget_bytes=budget_bytes, rates=rates, only_best=only_best)
 
     def _chosen(
         self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool
     ) -> Choice:
-        combinations = self._that_differ(combinations)
+        combinations = self._compared.that_differ(combinations)
         for _ in range(_ATTEMPTS):
-            options = (self._promising if only_best else self._options)(combinations, rates=rates)
+            options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.parts == 1:
@@ -154,12 +149,12 @@ class Planner:
             micro_batch_size=self._traces.limits.micro_batch_size,
             rates=rates,
             alignment=None if self._calibration is None else self._calibration.alignment,
-            own=self._option(own),
+            own=self._compared.option(own),
         )
 
     def combination_of(self, candidate: Candidate) -> Combination:
         """Return the combination of memory options of a candidate that `choose` found."""
-        return self._combinations[_key(candidate)]
+        return self._compared.combination_of(candidate)
 
     def prediction_of(self, candidate: Candidate) -> Prediction:
         """Return the prediction for a candidate that `choose` found, within the bytes of the candidate."""
@@ -204,69 +199,6 @@ class Planner:
         """Return the name under which measurements correct predictions of this kind."""
         return kind_of(backend=self._traces.backend, precision=combination.precision, recomputes=combination.recomputes)
 
-    def _that_differ(self, combinations: Sequence[Combination]) -> list[Combination]:
-        """Leave out other kinds of attention if the user's own step has no attention."""
-        own, fewest = combinations[0], self._traces.splits[0]
-        kinds = {one.attention for one in combinations}
-        if len(kinds) == 1 or self._traces.of(own).at(fewest[0], parts=len(fewest)).attends:
-            return list(combinations)
-        return [one for one in combinations if one.attention == own.attention]
-
-    def _options(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
-        """Yield all combinations in their order."""
-        always = always_compared(combinations)
-        for index, combination in enumerate(combinations):
-            if index >= always and self._has_traced_enough:
-                return
-            bounds = self._bounds(combinations[0], combination)
-            yield self._option(combination, bounds=bounds, least=bounds.seconds(combination, rates=rates))
-
-    def _promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
-        """Yield combinations and splits in the order of their lower bounds of seconds."""
-        splits = self._traces.splits
-        bounds = [self._bounds(combinations[0], one) for one in combinations]
-        least = [each.seconds(one, rates=rates) for each, one in zip(bounds, combinations, strict=True)]
-        options = []
-        for one, seconds, each in zip(combinations, least, bounds, strict=True):
-            self._traces.of(one, bounds=each)  # its bytes have a lower bound
-            options.append(self._option(one, least=seconds, bounds=each))
-        waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
-        heapq.heapify(waiting)
-        always = always_compared(combinations)
-        while waiting:
-            _, index, at = heapq.heappop(waiting)
-            if index >= always and self._has_traced_enough:
-                continue
-            yield replace(options[index], split=splits[at])
-            if at + 1 < len(splits):
-                heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
-
-    def _bounds(self, own: Combination, combination: Combination) -> Bounds:
-        return self._traces.bounds(replace(own, attention=combination.attention))
-
-    @property
-    def _has_traced_enough(self) -> bool:
-        return self._traces.operations - self._before > _MOST_OPERATIONS
-
-    def _option(
-        self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
-    ) -> Option:
-        own = None if bounds is None or bounds.own.loss_chunk == combination.loss_chunk else bounds.own
-        option = Option(
-            traces=self._traces.of(combination),
-            recompute="none" if combination.recompute is None else str(combination.recompute),
-            again=combination.again,
-            precision=combination.precision,
-            optimizer_kernel=combination.optimizer_kernel,
-            loss_chunk=combination.loss_chunk,
-            attention=combination.attention,
-            changes=combination.changes,
-            least_seconds=least,
-            no_faster_than=None if own is None else self._traces.of(own),
-        )
-        self._combinations[_key(option)] = combination
-        return option
-
     def _summary(self, trace: Trace, *, parts: int) -> Prediction:
         seconds = None if self._rates is None else step_seconds(trace, self._rates)
         found = summarise(
@@ -278,22 +210,6 @@ class Planner:
         )
         sent, busy = communication(trace, self._link, parts=parts)
         return replace(found, parts=parts, sent_bytes=sent, link_seconds=busy)
-
-
-def is_under(combination: Combination, candidate: Candidate) -> bool:
-    """Return whether a candidate of a search runs under `combination`."""
-    recompute = "none" if combination.recompute is None else str(combination.recompute)
-    return _key(candidate) == (
-        recompute,
-        combination.precision,
-        combination.optimizer_kernel,
-        combination.loss_chunk,
-        combination.attention,
-    )
-
-
-def _key(one: Candidate | Option) -> tuple[Any, ...]:
-    return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk, one.attention
 
 
 def _kind(trace: Trace) -> str:

@@ -6,8 +6,8 @@ from lightning_unified.cost_model.rates import Rates
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import recompute_policies
 from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.search import compared, step_traces
 from lightning_unified.planner.search import planner as planner_module
-from lightning_unified.planner.search import step_traces
 from lightning_unified.planner.search.combinations import combinations_to_compare
 from lightning_unified.planner.search.planner import Planner
 from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
@@ -92,7 +92,7 @@ def test_a_busy_machine_looks_at_the_combinations_of_an_idle_one(traced, monkeyp
 
 
 def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkeypatch):
-    monkeypatch.setattr(planner_module, "_MOST_OPERATIONS", 0)
+    monkeypatch.setattr(compared, "_MOST_OPERATIONS", 0)
     chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
 
     assert {policy for policy, *_ in traced} == {PLAIN, ALL}

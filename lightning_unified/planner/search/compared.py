@@ -1,0 +1,125 @@
+"""The options that a search compares: which ones, and in which order."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_unified.cost_model.rates import Rates
+from lightning_unified.cost_model.search import Candidate, Option
+from lightning_unified.planner.search.bounds import Bounds
+from lightning_unified.planner.search.combinations import Combination, always_compared
+from lightning_unified.planner.search.step_traces import StepTraces
+
+__all__ = ["ComparedOptions", "is_under"]
+
+# Operations in the dry runs of one choice; after that, only the first combinations are still looked at. About four seconds on a laptop's
+# core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
+_MOST_OPERATIONS = 16_000
+
+
+class ComparedOptions:
+    """Combinations of memory options as a search takes them.
+
+    Args:
+        traces: The traces of the step.
+    """
+
+    def __init__(self, traces: StepTraces) -> None:
+        self._traces = traces
+        self._combinations: dict[tuple[Any, ...], Combination] = {}
+        self._before = 0
+
+    def begin(self) -> None:
+        """Begin a search: count its operations from here."""
+        self._before = self._traces.operations
+
+    def combination_of(self, candidate: Candidate) -> Combination:
+        """Return the combination of a candidate that a search took from here."""
+        return self._combinations[_key(candidate)]
+
+    def that_differ(self, combinations: Sequence[Combination]) -> list[Combination]:
+        """Leave out other kinds of attention if the user's own step has no attention."""
+        own, fewest = combinations[0], self._traces.splits[0]
+        kinds = {one.attention for one in combinations}
+        if len(kinds) == 1 or self._traces.of(own).at(fewest[0], parts=len(fewest)).attends:
+            return list(combinations)
+        return [one for one in combinations if one.attention == own.attention]
+
+    def in_order(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
+        """Yield all combinations in their order."""
+        always = always_compared(combinations)
+        for index, combination in enumerate(combinations):
+            if index >= always and self._has_traced_enough:
+                return
+            bounds = self._bounds(combinations[0], combination)
+            yield self.option(combination, bounds=bounds, least=bounds.seconds(combination, rates=rates))
+
+    def promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
+        """Yield combinations and splits in the order of their lower bounds of seconds."""
+        splits = self._traces.splits
+        bounds = [self._bounds(combinations[0], one) for one in combinations]
+        least = [each.seconds(one, rates=rates) for each, one in zip(bounds, combinations, strict=True)]
+        options = []
+        for one, seconds, each in zip(combinations, least, bounds, strict=True):
+            self._traces.of(one, bounds=each)  # its bytes have a lower bound
+            options.append(self.option(one, least=seconds, bounds=each))
+        waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
+        heapq.heapify(waiting)
+        always = always_compared(combinations)
+        while waiting:
+            _, index, at = heapq.heappop(waiting)
+            if index >= always and self._has_traced_enough:
+                continue
+            yield replace(options[index], split=splits[at])
+            if at + 1 < len(splits):
+                heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
+
+    def _bounds(self, own: Combination, combination: Combination) -> Bounds:
+        return self._traces.bounds(replace(own, attention=combination.attention))
+
+    @property
+    def _has_traced_enough(self) -> bool:
+        return self._traces.operations - self._before > _MOST_OPERATIONS
+
+    def option(
+        self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
+    ) -> Option:
+        """Return what a search needs to know of a combination.
+
+        Args:
+            combination: The memory options.
+            least: Lower bounds of the seconds of a step, by the number of its micro-batches.
+            bounds: The bounds that `least` comes from.
+        """
+        own = None if bounds is None or bounds.own.loss_chunk == combination.loss_chunk else bounds.own
+        option = Option(
+            traces=self._traces.of(combination),
+            recompute="none" if combination.recompute is None else str(combination.recompute),
+            again=combination.again,
+            precision=combination.precision,
+            optimizer_kernel=combination.optimizer_kernel,
+            loss_chunk=combination.loss_chunk,
+            attention=combination.attention,
+            changes=combination.changes,
+            least_seconds=least,
+            no_faster_than=None if own is None else self._traces.of(own),
+        )
+        self._combinations[_key(option)] = combination
+        return option
+
+
+def is_under(combination: Combination, candidate: Candidate) -> bool:
+    """Return whether a candidate of a search runs under `combination`."""
+    recompute = "none" if combination.recompute is None else str(combination.recompute)
+    return _key(candidate) == (
+        recompute,
+        combination.precision,
+        combination.optimizer_kernel,
+        combination.loss_chunk,
+        combination.attention,
+    )
+
+
+def _key(one: Candidate | Option) -> tuple[Any, ...]:
+    return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk, one.attention
