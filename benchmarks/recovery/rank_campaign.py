@@ -87,7 +87,9 @@ def main() -> int:
             file.flush()
             if not rows[-1].sound:
                 print(json.dumps([asdict(case), asdict(rows[-1])]), flush=True)
-    record = records.origin(f"python -m benchmarks.recovery.rank_campaign --runs {len(rows)} --seed {options.seed}")
+    only = "" if options.only is None else f" --only '{options.only}'"
+    command = f"python -m benchmarks.recovery.rank_campaign --runs {len(rows)} --seed {options.seed}{only}"
+    record = records.origin(command)
     record |= {"seconds": round(time.monotonic() - begun, 1), "totals": totals(rows)}
     record["runs"] = [{**asdict(row), "sound": row.sound} for row in rows]
     records.write(record, options.output)

@@ -36,14 +36,17 @@ class WholeShards(Replicas):
 
     Gathering votes: a rank without memory for it makes all ranks leave, free their caches and try again. The
     reduction allocates nothing but small scratch memory: each rank allocates its rows before the ranks meet.
+
+    Attributes:
+        collectives: The collectives of all blocks, which vote while parameters are gathered.
     """
 
     strategy = "unified_fsdp"
 
     def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
         self._module, self._roots = module, list(roots)
-        self._collectives = VotedCollectives(ranks)
-        set_collectives(self._roots, self._collectives)
+        self.collectives = VotedCollectives(ranks)
+        set_collectives(self._roots, self.collectives)
         hold_whole(self._roots)
         self._ranks = ranks
         sharded = dict(module.named_parameters())
@@ -105,11 +108,11 @@ class WholeShards(Replicas):
                 heard.append(lacking)
                 raise MemoryError("another rank has no memory")
 
-        self._collectives.vote = vote
+        self.collectives.vote = vote
         try:
             _, reason = caught(self._unshard)
         finally:
-            self._collectives.vote = None
+            self.collectives.vote = None
         if heard:
             return None, heard[0]
         outcome = Outcome.WELL if reason is None else Outcome.SHORT
