@@ -225,7 +225,7 @@ class Strikes(L.Callback):
 
         def failing(kind: str, sent: Tensor) -> None:
             calls.append(kind)
-            if len(calls) > self.case.nth % 4:  # whole parameters are gathered in four
+            if len(calls) > self.case.nth % 4:  # a batch gathers whole parameters in at most four
                 self.fail()
             begin(kind, sent)
 
