@@ -49,6 +49,7 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
     together, and the first one writes.
     """
     budget = getattr(parts.trainer.strategy, "budget", None)  # of the training; a validation resolves it anew
+    rows = _rows(parts)  # of the training too
     validation = _validation(parts, stopped=bool(stopped))
     objective = objective_of(callback_of(parts, "RunCheckpoint"), validation)
     test = None if stopped else _test(parts)
@@ -59,6 +60,8 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
     plan = getattr(parts.trainer.strategy, "plan", None)
     remarks = list(getattr(getattr(parts.module, "report", None), "remarks", list)())
     summary = _summary(parts, budget=budget, config=config) | {
+        "effective_batch_size": rows[0] or config.data.get("batch_size"),
+        "micro_batch_size": rows[1],
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
         "test": test,
         "objective": objective,
@@ -170,8 +173,8 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
         "device": getattr(strategy, "told_device", reading.device),
         "pool": reading.pool,
         "budget_bytes": None if budget is None else budget.bytes,
-        "effective_batch_size": _effective(parts) or config.data.get("batch_size"),
-        "micro_batch_size": getattr(strategy, "micro_batch_size", None),
+        "effective_batch_size": None,  # the rows of the training are filled in
+        "micro_batch_size": None,
         "recompute": _recompute(plan, parts.module),
         "precision": choice.precision if choice is not None else str(trainer.precision),
         "ranks": trainer.world_size,
@@ -192,10 +195,12 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
     }
 
 
-def _effective(parts: Parts) -> int | None:
-    """Return the rows of a batch over all ranks, None if unknown."""
-    rows = getattr(parts.trainer.strategy, "effective_batch_size", None)
-    return None if rows is None else rows * parts.trainer.world_size
+def _rows(parts: Parts) -> tuple[int | None, int | None]:
+    """Return the rows of a batch over all ranks, and those that run at once; None if unknown."""
+    strategy = parts.trainer.strategy
+    rows = getattr(strategy, "effective_batch_size", None)
+    effective = None if rows is None else rows * parts.trainer.world_size
+    return effective, getattr(strategy, "micro_batch_size", None)
 
 
 def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
