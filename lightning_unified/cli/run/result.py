@@ -16,7 +16,7 @@ from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.screen import show_summary
-from lightning_unified.hardware import Budget, Reading, read
+from lightning_unified.hardware import Reading, read
 
 __all__ = ["finish", "objective_of", "reason_of_stop"]
 
@@ -48,20 +48,18 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
     A stopped run skips validation, baselines and samples, so that the process ends soon. All ranks call it: they validate and test
     together, and the first one writes.
     """
-    budget = getattr(parts.trainer.strategy, "budget", None)  # of the training; a validation resolves it anew
-    rows = _rows(parts)  # of the training too
+    # Of the training: a validation and a test begin anew.
+    plan, trained = getattr(parts.trainer.strategy, "plan", None), _summary(parts, config=config)
     validation = _validation(parts, stopped=bool(stopped))
     objective = objective_of(callback_of(parts, "RunCheckpoint"), validation)
-    test = None if stopped else _test(parts)
+    skips = stopped or not parts.trainer.is_global_zero
+    samples = [] if skips else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
+    test = None if stopped else _test(parts)  # with the weights of best.ckpt, and the samples with the last
     if not parts.trainer.is_global_zero:
         return objective
     baselines = {} if stopped else _baselines(parts.data)
-    samples = [] if stopped else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
-    plan = getattr(parts.trainer.strategy, "plan", None)
     remarks = list(getattr(getattr(parts.module, "report", None), "remarks", list)())
-    summary = _summary(parts, budget=budget, config=config) | {
-        "effective_batch_size": rows[0] or config.data.get("batch_size"),
-        "micro_batch_size": rows[1],
+    summary = trained | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
         "test": test,
         "objective": objective,
@@ -155,8 +153,8 @@ def _named(baselines: Mapping[str, float]) -> dict[str, float]:
     return {f"Kneser–Ney {name}": value for name, value in baselines.items()}
 
 
-def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict[str, Any]:
-    """Return `summary.json` without validation and resume command.
+def _summary(parts: Parts, *, config: DictConfig) -> dict[str, Any]:
+    """Return `summary.json` without validation, test and resume command.
 
     Unknown values are None.
     """
@@ -166,15 +164,15 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
     choice = getattr(strategy, "precision_choice", None)
     checkpoints = callback_of(parts, "RunCheckpoint")
     per_second = (lambda number: number / count.seconds) if count.seconds else (lambda _: None)
-    plan = getattr(strategy, "plan", None)
+    plan, budget = getattr(strategy, "plan", None), getattr(strategy, "budget", None)
     return {
         "model": config.name,
         "parameters": parts.parameters,
         "device": getattr(strategy, "told_device", reading.device),
         "pool": reading.pool,
         "budget_bytes": None if budget is None else budget.bytes,
-        "effective_batch_size": None,  # the rows of the training are filled in
-        "micro_batch_size": None,
+        "effective_batch_size": _effective(parts) or config.data.get("batch_size"),
+        "micro_batch_size": getattr(strategy, "micro_batch_size", None),
         "recompute": _recompute(plan, parts.module),
         "precision": choice.precision if choice is not None else str(trainer.precision),
         "ranks": trainer.world_size,
@@ -195,12 +193,10 @@ def _summary(parts: Parts, *, budget: Budget | None, config: DictConfig) -> dict
     }
 
 
-def _rows(parts: Parts) -> tuple[int | None, int | None]:
-    """Return the rows of a batch over all ranks, and those that run at once; None if unknown."""
-    strategy = parts.trainer.strategy
-    rows = getattr(strategy, "effective_batch_size", None)
-    effective = None if rows is None else rows * parts.trainer.world_size
-    return effective, getattr(strategy, "micro_batch_size", None)
+def _effective(parts: Parts) -> int | None:
+    """Return the rows of a batch over all ranks, None if unknown."""
+    rows = getattr(parts.trainer.strategy, "effective_batch_size", None)
+    return None if rows is None else rows * parts.trainer.world_size
 
 
 def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:

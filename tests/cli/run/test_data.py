@@ -40,6 +40,16 @@ def test_a_run_says_what_it_read_and_tests_the_best_weights_at_its_end(command, 
     assert json.loads((tmp_path / "run/plots/test.json").read_text())["rows"] == 8
 
 
+def test_after_a_test_the_files_still_say_how_the_training_ran(command, tmp_path):
+    pytest.importorskip("transformers")
+    assert command(*CLASSIFIER, *OFTEN, "trainer.max_steps=2", "memory.micro_batch_size=auto").code == 0
+    summary, plan = (json.loads((tmp_path / f"run/{name}.json").read_text()) for name in ("summary", "plan"))
+
+    assert summary["test"] is not None
+    assert (summary["effective_batch_size"], summary["micro_batch_size"], plan["micro_batch_size"]) == (4, 4, 4)
+    assert plan["predicted_peak_bytes"] == summary["peak_bytes"]["predicted"] is not None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
