@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.config.binding import target_of
+from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.cli.ranks.launch import Launch
 from lightning_unified.errors import ConfigurationError
 
@@ -19,13 +20,21 @@ def with_strategy(config: DictConfig) -> DictConfig:
 
     Other strategies stay as they are. The arguments are those of the group `memory`, as far as the strategy takes them. The saved configuration keeps the name, so that
     a resumed run may change the memory options.
+
+    Raises:
+        ConfigurationError: If no strategy of this package has the name.
     """
     name = config.trainer.strategy
     from lightning.pytorch.strategies import StrategyRegistry
 
     kind = next((kind for kind in _TARGETS if isinstance(name, str) and name.startswith(kind)), None)
-    if kind is None or name not in StrategyRegistry:
+    if kind is None:
         return config
+    if name not in StrategyRegistry:
+        known = [one for one in StrategyRegistry if one.startswith("unified")]
+        raise ConfigurationError(
+            f"trainer.strategy={name}: there is no such strategy among {', '.join(sorted(known))}{did_you_mean(name, known)}"
+        )
     target = f"lightning_unified.strategies.{_TARGETS[kind]}"
     taken = inspect.signature(target_of(target)).parameters
     memory: Any = OmegaConf.to_container(config.memory, resolve=True)
