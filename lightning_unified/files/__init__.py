@@ -10,5 +10,6 @@ takes twice its bytes. The modules for weights move a file piece by piece, and g
 | pages | give pages of a file back to the system |
 | safetensors_file | read tensors of a safetensors file straight into their own memory |
 | mapped | checkpoints mapped by `torch.load`, and copies out of them |
+| atomic | files and folders that are whole or absent |
 | written | a file whose written pages leave the cache |
 """

@@ -6,14 +6,8 @@ from pathlib import Path
 from lightning import Trainer
 
 from lightning_unified.errors import CheckpointError
-from lightning_unified.step.recovery.checkpoint_io import (
-    PARTIAL,
-    publish,
-    remove,
-    remove_partial_files,
-    share,
-    wait_for_writers,
-)
+from lightning_unified.files.atomic import PARTIAL, publish, remove, remove_partial_files, share
+from lightning_unified.step.recovery.checkpoint_io import wait_for_writers
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 
 __all__ = ["BEST", "LAST", "CheckpointFiles", "write_state"]

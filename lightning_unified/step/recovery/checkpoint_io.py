@@ -1,7 +1,6 @@
-"""Atomic checkpoint files: written beside the target, flushed to disk, then renamed."""
+"""Checkpoint files that are whole or absent."""
 
 import errno
-import os
 import pickle
 import re
 import shutil
@@ -19,23 +18,18 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from typing_extensions import override
 
 from lightning_unified.errors import CheckpointError
+from lightning_unified.files.atomic import remove, written_beside
 from lightning_unified.files.mapped import load_mapped, owned_below
 from lightning_unified.files.written import UncachedFile
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 from lightning_unified.units import format_bytes
 
 __all__ = [
-    "PARTIAL",
     "AtomicCheckpointIO",
-    "publish",
-    "remove",
-    "remove_partial_files",
+    "failures_named",
     "saves_in_thread",
-    "share",
     "wait_for_writers",
 ]
-
-PARTIAL = ".partial"
 
 _COPIED_OUT = {"state_dict", "optimizer_states"}  # entries that the strategy copies; other code may keep the rest
 
@@ -64,10 +58,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
 
         def write() -> None:
-            with _written_beside(target) as partial, UncachedFile(partial) as file:
+            with written_beside(target) as partial, UncachedFile(partial) as file:
                 torch.save(checkpoint, file)  # pyright: ignore[reportArgumentType]
 
-        with _failures_named(target):
+        with failures_named(target):
             _, memory_ran_out = caught(write)
             if memory_ran_out is not None:
                 release_cached_memory(torch.accelerator.current_accelerator() or torch.device("cpu"))
@@ -136,61 +130,8 @@ def _chain(io: CheckpointIO | None) -> Iterator[CheckpointIO]:
         io = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else None
 
 
-def share(source: Path, target: Path) -> None:
-    """Give `target` the content of `source` by a hard link, or by a copy where links fail.
-
-    Do not write `source` in place afterwards: the content is shared. This module only replaces names.
-
-    Raises:
-        OSError: If neither a link nor a copy could be made; an earlier `target` is still there.
-    """
-    with _written_beside(target) as partial:
-        if source.is_dir():
-            shutil.copytree(source, partial, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(source, partial)
-
-
-def publish(partial: Path, target: Path) -> None:
-    """Rename the finished file or folder `partial` to `target`; replace an earlier `target`."""
-    if partial.is_file():
-        _flush(partial, os.O_RDONLY)
-    if target.is_dir() and not target.is_symlink():
-        old = target.with_name(f".{target.name}.{os.getpid()}.old{PARTIAL}")
-        target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.replace(target)
-    if hasattr(os, "O_DIRECTORY"):  # systems without this flag cannot open a folder, and need not flush it
-        _flush(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def remove_partial_files(folder: Path) -> None:
-    """Delete the partial files that killed writers left in `folder`.
-
-    No other process may be writing there.
-    """
-    for path in folder.glob(f".*{PARTIAL}"):
-        remove(path)
-
-
 @contextmanager
-def _written_beside(target: Path) -> Iterator[Path]:
-    """Yield a path to write; rename it to `target` if the block succeeds, else delete it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
-    remove(partial)
-    try:
-        yield partial
-        publish(partial, target)
-    finally:
-        # renaming one hard link over another of the same file does nothing and leaves both names
-        remove(partial)
-
-
-@contextmanager
-def _failures_named(target: Path) -> Iterator[None]:
+def failures_named(target: Path) -> Iterator[None]:
     """Turn errors while `target` is written into a `CheckpointError` with a remedy."""
     try:
         yield
@@ -225,33 +166,6 @@ def _damaged(path: str | Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path} is not a whole checkpoint ({type(error).__name__}: {first_line}). Give another one; {beside}."
     )
-
-
-def _link_or_copy(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def remove(path: Path) -> None:
-    """Delete the file, link or folder at `path`, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _flush(path: Path, flags: int) -> None:
-    """Wait until `path` is on the disk.
-
-    Otherwise a power cut may leave a new name without content, or undo the rename.
-    """
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_bytes(target: Path) -> int | None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_unified.errors import CheckpointError
-from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO, publish, remove_partial_files, share
+from lightning_unified.files.atomic import publish, remove_partial_files, share
+from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 
 
 def names(folder):
