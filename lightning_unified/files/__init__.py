@@ -11,5 +11,6 @@ takes twice its bytes. The modules for weights move a file piece by piece, and g
 | safetensors_file | read tensors of a safetensors file straight into their own memory |
 | mapped | checkpoints mapped by `torch.load`, and copies out of them |
 | atomic | files and folders that are whole or absent |
+| sharded_folder | folders of distributed checkpoints, read by one process or by each rank |
 | written | a file whose written pages leave the cache |
 """

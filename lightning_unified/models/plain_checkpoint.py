@@ -18,19 +18,24 @@ __all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain",
 def read_plain(path: str | Path) -> Any:
     """Map a checkpoint as plain data (`weights_only=True`).
 
-    Its tensors are views of the file; `load_weights` moves their values.
+    Its tensors are views of the file; `load_weights` moves their values. Those of a distributed checkpoint, which is a folder, are read
+    whole, without the states of optimizers.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If there is no such file or folder.
         RuntimeError: If it is damaged, or holds more than plain data.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(
             f"there is no checkpoint {path}; give the path of a .ckpt file that training has saved."
         )
     try:
         with warnings.catch_warnings(action="ignore"):
+            if path.is_dir():
+                from lightning_unified.files.sharded_folder import read_folder
+
+                return read_folder(path, with_optimizers=False)
             return load_mapped(path, weights_only=True)
     except Exception as error:  # an unpickler may raise any exception on arbitrary bytes
         # torch's text stays in the chained error: it advises loading the file as code, which does not help with a damaged file

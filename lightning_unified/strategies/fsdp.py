@@ -65,6 +65,8 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
             `"parameters"` if whole parameters, whole gradients and the rank's shards fit into the budget of every rank.
         optimizer_rollback: Keep a copy of this rank's rows of weights and optimizer state during each optimizer step, to restore if
             memory runs out while it writes: no other rank has these rows.
+        save_distributed_checkpoint: Save a checkpoint as a folder, into which each rank writes its rows; all machines must share it. False
+            saves one file with whole tensors, which are gathered on the first rank. Either is loaded, on any number of ranks.
         process_group_backend: The backend of collectives; default NCCL on CUDA, gloo elsewhere.
         timeout: How long a rank waits for the others, at a meeting or in a collective, before it ends with an error.
         start_method: How processes are started: `"popen"` runs the script again, `"spawn"`, `"fork"` and `"forkserver"` are
@@ -97,6 +99,7 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         evaluation_micro_batch_size: int | Literal["auto"] = "auto",
         window_mean: Literal["batches", "terms"] = "batches",
         remember: str | None = None,
+        save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -105,12 +108,15 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         check_start(start_method, timeout)
         if hold not in ("auto", "parameters", "shards"):
             raise ConfigurationError(f'hold={hold!r}: give "auto", "parameters" or "shards".')
+        if not isinstance(save_distributed_checkpoint, bool):
+            raise ConfigurationError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give true or false.")
         predict = False
         options = options_among(locals())
         if hold == "shards":
             refuse_in_lockstep(options)
         self._use(DistributedPolicy(options, BudgetWatch(budget)))
         self._hold = hold
+        self._saves_folders = save_distributed_checkpoint
         self._broadcast_buffers = broadcast_buffers
         self._mesh: DeviceMesh | None = None
         self._shards: WholeShards | KeptShards | None = None
@@ -136,6 +142,10 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
     def holds(self) -> str:
         """What a rank holds whole during a step: `"parameters"` or `"shards"`."""
         return "shards" if isinstance(self._shards, KeptShards) else "parameters"
+
+    @override
+    def _shard_of(self, tensor: Tensor) -> Tensor:
+        return self._shards.shard_of(tensor) if isinstance(self._shards, WholeShards) else tensor
 
     @override
     def setup_distributed(self) -> None:

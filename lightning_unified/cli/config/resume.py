@@ -18,6 +18,7 @@ from lightning_unified.cli.config.composition import Composed, composed, flat
 from lightning_unified.cli.config.overrides import key_of, parse_overrides
 from lightning_unified.cli.config.trust import FLAG, check_links, check_overrides_of, check_paths, check_targets
 from lightning_unified.errors import CheckpointError, ConfigurationError
+from lightning_unified.files.atomic import put_back
 
 __all__ = [
     "AUTO",
@@ -33,6 +34,7 @@ __all__ = [
     "joined",
     "merged_overrides",
     "relocated",
+    "step_of",
 ]
 
 OVERRIDES = Path(".hydra", "overrides.yaml")
@@ -92,7 +94,7 @@ def find_run(directory: str | Path, *, trusted: bool = False) -> SavedRun:
             raise ConfigurationError(
                 f"resume={directory}: not a run directory (it has no {needed.relative_to(path)}); give the directory that a run printed as its own."
             )
-    if not checkpoint.is_file():
+    if not put_back(checkpoint):
         raise ConfigurationError(
             f"resume={directory}: that run has no checkpoints/last.ckpt to go on from; start it anew with run_dir={directory}."
         )
@@ -146,7 +148,7 @@ def continued(directory: Path, overrides: Sequence[str], *, trusted: bool = Fals
         ConfigurationError: If the directory holds something else than a run.
     """
     summary, own = directory / "summary.json", directory / OVERRIDES
-    if not (directory / LAST).is_file() or not (directory / "config.yaml").is_file():
+    if not put_back(directory / LAST) or not (directory / "config.yaml").is_file():
         return None
     before = [str(each) for each in read_yaml(own)] if own.is_file() else []
     if summary.is_file() and merged_overrides(before, []) == merged_overrides(overrides, []):
@@ -155,6 +157,22 @@ def continued(directory: Path, overrides: Sequence[str], *, trusted: bool = Fals
             best = figures.get("objective")
             return math.nan if best is None else float(best)
     return find_run(directory, trusted=trusted)
+
+
+def step_of(checkpoint: Path, *, weights_only: bool = True) -> int:
+    """Return the optimizer step at which a checkpoint, a file or a folder, was saved.
+
+    Raises:
+        Exception: If it cannot be read.
+    """
+    if checkpoint.is_dir():
+        from lightning_unified.files.sharded_folder import check_pieces, read_meta
+
+        check_pieces(checkpoint)
+        return int(read_meta(checkpoint, weights_only=weights_only)["global_step"])
+    import torch
+
+    return int(torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=weights_only)["global_step"])
 
 
 def _mapping(path: Path, content: Any) -> DictConfig:
@@ -245,11 +263,8 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
         CheckpointError: If its checkpoint cannot be read.
         ConfigurationError: If `run` has already done `max_steps` (-1: no limit).
     """
-    import torch
-
     try:
-        checkpoint = torch.load(run.checkpoint, map_location="cpu", mmap=True, weights_only=not run.trusted)
-        done = int(checkpoint["global_step"])
+        done = step_of(run.checkpoint, weights_only=not run.trusted)
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError) and not run.trusted and "Weights only load failed" in str(error):
             raise CheckpointError(

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from lightning_unified.cli.config.resume import step_of
 from lightning_unified.cli.ranks.launch import Launch, ranks_left
 from lightning_unified.errors import RankError
+from lightning_unified.files.atomic import put_back
 
 __all__ = ["end_soon", "with_advice"]
 
@@ -35,7 +37,7 @@ def with_advice(
     left = ranks_left(size, lost=len(error.missing), batch=batch if isinstance(batch, int) else None)
     command = f"{launch.command(program, ranks=left)} {resume}"
     command += "" if launch.is_external else f" trainer.devices={left}"
-    if checkpoint.is_file():
+    if put_back(checkpoint):
         step = _step_of(checkpoint)
         kept = f"Kept: {checkpoint}" + ("" if step is None else f" of step {step}")
         lines = f"{kept}. Go on with {left} of {size} ranks: {command}"
@@ -52,9 +54,7 @@ def end_soon() -> None:
 
 
 def _step_of(checkpoint: Path) -> int | None:
-    import torch
-
     try:
-        return int(torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"])
+        return step_of(checkpoint)
     except Exception:  # the file is the user's to look at; its step is a courtesy
         return None

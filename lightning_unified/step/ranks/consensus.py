@@ -42,6 +42,7 @@ class Point(IntEnum):
     GATHER = 12
     UPDATE = 13
     PARTS = 14
+    SAVING = 15
 
 
 class Outcome(IntEnum):
@@ -102,6 +103,11 @@ class Ranks:
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         self.is_over = False
         self.expect(parameters=0)
+
+    @property
+    def sockets(self) -> dist.ProcessGroup:
+        """The group of sockets (gloo) over which the ranks meet."""
+        return self._group
 
     def expect(self, *, parameters: int) -> None:
         """Reserve bits for a mask of `parameters` parameters in later records."""

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from typing_extensions import override
 
 from lightning_unified.errors import CheckpointError
-from lightning_unified.files.atomic import remove, written_beside
+from lightning_unified.files.atomic import put_back, remove, written_beside
 from lightning_unified.files.mapped import load_mapped, owned_below
 from lightning_unified.files.written import UncachedFile
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
@@ -27,6 +27,8 @@ from lightning_unified.units import format_bytes
 __all__ = [
     "AtomicCheckpointIO",
     "failures_named",
+    "is_local",
+    "load_folder",
     "saves_in_thread",
     "wait_for_writers",
 ]
@@ -52,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             TypeError: If `storage_options` is given for a local file, which has none.
             CheckpointError: If the file could not be written; an earlier file at `path` is still there.
         """
-        if storage_options is not None or not _is_local_file_protocol(path):
+        if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(path)
@@ -85,8 +87,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: If there is no such file.
             CheckpointError: If the file is damaged, or holds objects that torch only loads from a trusted source.
         """
+        if is_local(path) and put_back(Path(path)) and Path(path).is_dir():
+            return load_folder(path, weights_only=weights_only)
         try:
-            if not _is_local_file_protocol(path) or not Path(path).is_file():
+            if not is_local(path) or not Path(path).is_file():
                 return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
             checkpoint = load_mapped(path, map_location=map_location, weights_only=weights_only)
             if isinstance(checkpoint, dict):
@@ -96,15 +100,47 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except pickle.UnpicklingError as error:
             if not zipfile.is_zipfile(path):
                 raise _damaged(path, error) from error
-            foreign = re.search(r"GLOBAL (\S+)", str(error))
-            raise CheckpointError(
-                f"{path} holds {foreign.group(1) if foreign else 'objects'} beside tensors and plain values, and torch loads "
-                "such things only from a trusted source. If you trust the file, pass weights_only=False to fit or validate."
-            ) from error
+            raise _foreign(path, error) from error
         except FileNotFoundError:
             raise
         except (RuntimeError, EOFError, KeyError, ValueError, OSError, AttributeError, IndexError) as error:
             raise _damaged(path, error) from error
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete the file or folder at `path`; a folder that is half deleted never bears its name."""
+        if is_local(path):
+            remove(Path(path))
+        else:
+            super().remove_checkpoint(path)
+
+
+def load_folder(path: str | Path, *, weights_only: bool | None, **arguments: Any) -> dict[str, Any]:
+    """Return the distributed checkpoint at `path`, with whole tensors unless `target_of` says otherwise.
+
+    Args:
+        path: The folder.
+        weights_only: As of `torch.load`.
+        **arguments: Those of `files.sharded_folder.read_folder`.
+
+    Raises:
+        CheckpointError: If the folder is incomplete or damaged, or holds objects that torch only loads from a trusted source.
+    """
+    from lightning_unified.files.sharded_folder import ShardedFolderError, read_folder
+
+    try:
+        return read_folder(path, weights_only=weights_only, **arguments)
+    except pickle.UnpicklingError as error:
+        raise _foreign(path, error) from error
+    except ShardedFolderError as error:
+        raise CheckpointError(
+            f"{path} is not a whole distributed checkpoint: {error}. Give a folder that the ranks finished, or a file; {_beside(path)}."
+        ) from error
+
+
+def is_local(path: str | Path) -> bool:
+    """Return whether `path` is on a file system of this machine, and not at an address such as `s3://…`."""
+    return _is_local_file_protocol(path)
 
 
 def wait_for_writers(io: CheckpointIO | None) -> None:
@@ -161,11 +197,22 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 def _damaged(path: str | Path, error: Exception) -> CheckpointError:
     first_line = (str(error).splitlines() or [""])[0][:160]
-    others = sorted(p.name for p in Path(path).parent.glob("*.ckpt") if p.name != Path(path).name)
-    beside = f"beside it are {', '.join(others[-5:])}" if others else "no other checkpoint is beside it"
     return CheckpointError(
-        f"{path} is not a whole checkpoint ({type(error).__name__}: {first_line}). Give another one; {beside}."
+        f"{path} is not a whole checkpoint ({type(error).__name__}: {first_line}). Give another one; {_beside(path)}."
     )
+
+
+def _foreign(path: str | Path, error: Exception) -> CheckpointError:
+    foreign = re.search(r"GLOBAL (\S+)", str(error))
+    return CheckpointError(
+        f"{path} holds {foreign.group(1) if foreign else 'objects'} beside tensors and plain values, and torch loads "
+        "such things only from a trusted source. If you trust the file, pass weights_only=False to fit or validate."
+    )
+
+
+def _beside(path: str | Path) -> str:
+    others = sorted(p.name for p in Path(path).parent.glob("*.ckpt") if p.name != Path(path).name)
+    return f"beside it are {', '.join(others[-5:])}" if others else "no other checkpoint is beside it"
 
 
 def _free_bytes(target: Path) -> int | None:

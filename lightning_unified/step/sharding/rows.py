@@ -13,7 +13,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 
-__all__ = ["gathered", "local", "refuse_placement", "rows_of", "sharded_like"]
+__all__ = ["as_dtensor", "empty_like_shard", "gathered", "local", "refuse_placement", "rows_of", "sharded_like"]
 
 T = TypeVar("T")
 
@@ -57,6 +57,11 @@ def sharded_like(whole: Tensor, like: DTensor, ranks: Ranks) -> DTensor:
         whole_rows = whole
     own = torch.empty(whole_rows.shape, dtype=whole.dtype, device=like.device).copy_(whole_rows)
     return as_dtensor(own, like)
+
+
+def empty_like_shard(like: DTensor, dtype: torch.dtype) -> DTensor:
+    """Return a DTensor placed and shaped as `like`, with memory for this rank's part that holds no values yet."""
+    return as_dtensor(torch.empty(local(like).shape, dtype=dtype, device=like.device), like)
 
 
 def as_dtensor(own: Tensor, like: DTensor) -> DTensor:

@@ -55,6 +55,7 @@ class WholeShards(Replicas):
         self._ranks.expect(parameters=len(self._parameters))
         self._shards = [sharded[name] for name, _ in self._parameters]
         self._whole = {id(shard): whole for shard, (_, whole) in zip(self._shards, self._parameters, strict=True)}
+        self._sharded = {id(whole): shard for shard, (_, whole) in zip(self._shards, self._parameters, strict=True)}
         self._room: list[Tensor | None] = []
         self.release()
 
@@ -71,6 +72,10 @@ class WholeShards(Replicas):
     def whole(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the whole parameters, whose gradients a backward pass writes, of an optimizer's sharded ones."""
         return [self._whole.get(id(parameter), parameter) for parameter in parameters]
+
+    def shard_of(self, tensor: Tensor) -> Tensor:
+        """Return the sharded parameter of a whole one; any other tensor as it is."""
+        return self._sharded.get(id(tensor), tensor)
 
     def gather(self) -> None:
         """Make all parameters whole, if they are not. All ranks call it together.
