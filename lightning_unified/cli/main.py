@@ -18,12 +18,12 @@ __all__ = ["main"]
 _USAGE = """\
 usage: python -m lightning_unified COMMAND [arguments]
 
-  train         train inside a memory budget
-  plan          predict a step's memory; find the best plan
-  doctor        show this machine's memory and the tier that fits
-  watch         show memory, pressure and runs, live
-  report        write runs as one HTML page
-  consolidate   write a distributed checkpoint as one file
+  train        train inside a memory budget
+  plan         predict a step's memory; find the best plan
+  doctor       this machine's memory and the tier that fits
+  watch        show memory, pressure and runs, live
+  report       write runs as one HTML page
+  consolidate  write a distributed checkpoint as one file
 
 COMMAND --help tells more. For example:
   python -m lightning_unified train memory=debug

@@ -12,6 +12,7 @@ Tensors and plain data only: `.metadata` is a pickle of torch, and is read here 
 import io
 import pickle
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -150,6 +151,8 @@ def _rest_and_places(path: Path, *, weights_only: bool | None) -> tuple[dict[str
     for name in (META, _METADATA):
         if not (path / name).is_file():
             raise ShardedFolderError(f"it has no {name}")
+    if not zipfile.is_zipfile(path / META):
+        raise ShardedFolderError(f"{META} is damaged")
     try:
         rest = owned_below(load_mapped(path / META, weights_only=weights_only))
     except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, IndexError) as error:

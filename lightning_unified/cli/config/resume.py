@@ -273,9 +273,14 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
             ) from error
         others = sorted(path.name for path in run.checkpoint.parent.glob("*.ckpt") if path != run.checkpoint)
         rest = f"copy one of {', '.join(others)} over it" if others else "the run cannot be continued"
-        raise CheckpointError(f"{run.checkpoint} cannot be read ({type(error).__name__}); {rest}.") from error
+        raise CheckpointError(f"{run.checkpoint} cannot be read ({_reason(error)}); {rest}.") from error
     if 0 <= max_steps <= done:
         raise ConfigurationError(
             f"resume={run.directory}: that run has already done its {done} steps; add trainer.max_steps={2 * done} to go on."
         )
     return done
+
+
+def _reason(error: Exception) -> str:
+    kind = type(error).__name__
+    return f"{kind}: {error}" if kind == "ShardedFolderError" else kind  # torch's texts are long

@@ -18,13 +18,14 @@ _TARGETS = {"unified_ddp": "UnifiedDDPStrategy", "unified_fsdp": "UnifiedFSDPStr
 def with_strategy(config: DictConfig) -> DictConfig:
     """Return `config` with the arguments of a unified strategy in place of its name.
 
-    Other strategies stay as they are. The arguments are those of the group `memory`, as far as the strategy takes them. The saved configuration keeps the name, so that
-    a resumed run may change the memory options.
+    Other strategies stay as they are. The arguments are those of the group `memory`, as far as the strategy takes them, and those of
+    `fsdp` for unified_fsdp. The saved configuration keeps the name, so that a resumed run may change the memory options.
 
     Raises:
-        ConfigurationError: If no strategy of this package has the name.
+        ConfigurationError: If no strategy of this package has the name, or a key of `fsdp` is not of this strategy.
     """
     name = config.trainer.strategy
+    own = _own_of_fsdp(config)
     from lightning.pytorch.strategies import StrategyRegistry
 
     kind = next((kind for kind in _TARGETS if isinstance(name, str) and name.startswith(kind)), None)
@@ -37,12 +38,37 @@ def with_strategy(config: DictConfig) -> DictConfig:
         )
     target = f"lightning_unified.strategies.{_TARGETS[kind]}"
     taken = inspect.signature(target_of(target)).parameters
+    own = own if kind == "unified_fsdp" else {}
     memory: Any = OmegaConf.to_container(config.memory, resolve=True)
     arguments = {key: value for key, value in memory.items() if key in taken}
     changed = config.copy()
     with open_dict(changed):
-        changed.trainer.strategy = {"_target_": target, **arguments, **StrategyRegistry[name]["init_params"]}
+        changed.trainer.strategy = {"_target_": target, **arguments, **own, **StrategyRegistry[name]["init_params"]}
     return changed
+
+
+def _own_of_fsdp(config: DictConfig) -> dict[str, Any]:
+    """Return the keys of `fsdp`; a run of an earlier version has none.
+
+    Raises:
+        ConfigurationError: If a key has no effect under the strategy, or is not true or false.
+    """
+    own: Any = OmegaConf.to_container(config.get("fsdp") or OmegaConf.create({}), resolve=True)
+    key = "save_distributed_checkpoint"
+    value = own.get(key, True)
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"fsdp.{key}={value}: give true or false.")
+    if not value and not _is_fsdp(config.trainer.strategy):
+        raise ConfigurationError(
+            f"fsdp.{key}=false is of trainer.strategy=unified_fsdp, and other strategies always save one file; leave it out, or add "
+            "trainer.strategy=unified_fsdp."
+        )
+    return own
+
+
+def _is_fsdp(strategy: Any) -> bool:
+    named = strategy.get("_target_", "") if OmegaConf.is_dict(strategy) else strategy
+    return isinstance(named, str) and ("unified_fsdp" in named or "UnifiedFSDP" in named)
 
 
 def with_devices(config: DictConfig, launch: Launch, given: set[str]) -> DictConfig:

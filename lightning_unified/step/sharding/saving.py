@@ -13,8 +13,18 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, save
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultSavePlanner,
+    FileSystemWriter,
+    SavePlan,
+    SavePlanner,
+    save,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from typing_extensions import override
 
 from lightning_unified.errors import CheckpointError
 from lightning_unified.files.atomic import PARTIAL, publish, put_back, remove
@@ -119,14 +129,16 @@ def _write_pieces(
             release_cached_memory(device)
             continue
         rank, error = min(failures.items())
+        if short:
+            raise CheckpointError(
+                f"could not write the checkpoint {target}: memory ran out on rank {rank} ({error}); an earlier one of that name is untouched. "
+                "Leave more memory free beside the budget."
+            )
         try:
             with failures_named(target):
                 raise error
         except CheckpointError as named:
             raise CheckpointError(f"{named} [rank {rank}]") from error
-    for file in unnamed.glob(f"__{ranks.rank}_*"):
-        with opened_uncached(file):  # its pages leave the cache
-            pass
 
 
 def _written(tensors: dict[str, Tensor], unnamed: Path, ranks: Ranks) -> dict[int, Exception]:
@@ -135,7 +147,7 @@ def _written(tensors: dict[str, Tensor], unnamed: Path, ranks: Ranks) -> dict[in
         with ranks.losses_named():
             save(
                 tensors,
-                storage_writer=FileSystemWriter(unnamed),
+                storage_writer=_Writer(unnamed),
                 planner=DefaultSavePlanner(),
                 process_group=ranks.sockets,
             )
@@ -147,6 +159,18 @@ def _written(tensors: dict[str, Tensor], unnamed: Path, ranks: Ranks) -> dict[in
             failures[rank] = each
         return failures
     return {}
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer, whose files leave the page cache once they are on the disk."""
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done = super().write_data(plan, planner)
+        for name in sorted({result.storage_data.relative_path for result in done.value()}):
+            with opened_uncached(Path(self.checkpoint_id) / name):
+                pass
+        return done
 
 
 def _finish(unnamed: Path, target: Path) -> None:

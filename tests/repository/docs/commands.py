@@ -107,7 +107,7 @@ def _of_python(rest: list[str]) -> str:
 
 def _of_module(module: str, rest: list[str]) -> str:
     if module == "lightning_unified":
-        command = rest[0] if rest and rest[0] in {"plan", "doctor", "watch", "report"} else "train"
+        command = rest[0] if rest and rest[0] in {"plan", "doctor", "watch", "report", "consolidate"} else "train"
         rest = rest[1:] if rest[:1] == [command] else rest
         if command == "train":
             return _of_train(rest)

@@ -248,52 +248,6 @@ def recovered(
     return fits
 
 
-def saving(folder: str, *, every: int = 4) -> RunCheckpoint:
-    return RunCheckpoint(folder, every_n_steps=every, monitor=None)
-
-
-def resumed(size: int, folder: str, **arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return a run with a failure, and the same run stopped in the middle and resumed."""
-
-    def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
-        strategy = UnifiedFSDPStrategy(**arguments)
-        own = saving(f"{folder}/{name}")
-        return trained(strategy, own, *callbacks, ranks=size, rank=local_rank(), enable_checkpointing=True, **options)
-
-    straight = run("straight", Fails("backward", batch=1), max_epochs=2)
-    run("stopped", Fails("backward", batch=1), max_epochs=1)
-    return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
-
-
-def stopped(size: int, folder: str, *, save_distributed_checkpoint: bool = True, **options: Any) -> dict[str, Any]:
-    """Return a run that stops after an epoch, with a checkpoint."""
-    options = {"max_epochs": 1, **options}
-    own, strategy = saving(folder), UnifiedFSDPStrategy(save_distributed_checkpoint=save_distributed_checkpoint)
-    return trained(strategy, own, ranks=size, rank=local_rank(), enable_checkpointing=True, **options)
-
-
-def continued(size: int, checkpoint: str) -> dict[str, Any]:
-    return trained(UnifiedFSDPStrategy(), ranks=size, rank=local_rank(), ckpt_path=checkpoint)
-
-
-def saves_through(phase: str, folder: str) -> dict[str, Any]:
-    """Return a run whose second rank runs out of memory while the whole state is gathered, so many times."""
-    calls = []
-    memory = rows._memory
-
-    def failing(*args, **kwargs):
-        calls.append(1)
-        if local_rank() == 1 and len(calls) <= (1 if phase == "once" else 3):
-            raise RuntimeError(TEXT)
-        return memory(*args, **kwargs)
-
-    rows._memory = failing
-    try:
-        return {**stopped(2, folder, save_distributed_checkpoint=False), "saved": sorted(os.listdir(folder))}
-    finally:
-        rows._memory = memory
-
-
 class OwnSize(L.Callback):
     """Gives the first rank another micro-batch size than the second, which ranks that share sizes never have."""
 

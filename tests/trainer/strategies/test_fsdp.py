@@ -136,33 +136,6 @@ def test_without_copies_a_failed_update_ends_all_ranks():
     assert "rank 1 ran out of memory while the optimizer wrote its rows" in first.text
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
-    for fits in on_ranks(sharded.resumed, 2, str(tmp_path)):
-        assert torch.equal(fits["resumed"]["weights"], fits["straight"]["weights"])
-
-
-@pytest.mark.parametrize("strategy", ["unified_fsdp on 4", "unified"])
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_on_any_number_of_ranks(tmp_path, strategy):
-    on_ranks(sharded.stopped, 2, str(tmp_path))
-    checkpoint = f"{tmp_path}/last.ckpt"
-    if strategy == "unified":
-        fits = [sharded.trained("unified", ranks=1, rank=0, ckpt_path=checkpoint)]
-    else:
-        fits = on_ranks(sharded.continued, 4, checkpoint, size=4)
-    whole = sharded.trained("auto", ranks=1, rank=0)
-    for each in fits:
-        torch.testing.assert_close(each["weights"], whole["weights"], rtol=0, atol=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("phase", "files"), [("once", ["last.ckpt", "step_000004.ckpt"]), ("always", ["last.ckpt"])])
-def test_memory_that_runs_out_while_saving_leaves_whole_files(tmp_path, phase, files):
-    for fits in on_ranks(sharded.saves_through, phase, str(tmp_path)):
-        assert fits["saved"] == files
-        assert fits["steps"] == 6
-
-
 def test_what_cannot_be_trained_sharded_is_refused_by_name():
     for refused in on_ranks(sharded.refusals):
         assert "needs automatic optimization" in refused["manual"]
