@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
 from lightning_unified.files.mapped import load_mapped, owned_below
@@ -70,7 +72,7 @@ def divided(checkpoint: Mapping[str, Any], *, is_piece: Callable[[Tensor], bool]
                 tensors[names[id(value)]] = value
             places.append((place, names[id(value)]))
             return None
-        if type(value) in (dict, OrderedDict):
+        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
             return {key: without(entry, (*place, key), takes_all=takes_all) for key, entry in value.items()}
         if type(value) is list:
             return [without(entry, (*place, index), takes_all=takes_all) for index, entry in enumerate(value)]

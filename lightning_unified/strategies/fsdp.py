@@ -109,7 +109,9 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         if hold not in ("auto", "parameters", "shards"):
             raise ConfigurationError(f'hold={hold!r}: give "auto", "parameters" or "shards".')
         if not isinstance(save_distributed_checkpoint, bool):
-            raise ConfigurationError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give true or false.")
+            raise ConfigurationError(
+                f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give true or false."
+            )
         predict = False
         options = options_among(locals())
         if hold == "shards":

@@ -135,9 +135,7 @@ class ShardedState(DDPStrategy):
         }
         for number, optimizer in enumerate(self.optimizers):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            held |= {
-                ("optimizer_states", number, "state", key): parameter for key, parameter in enumerate(parameters)
-            }
+            held |= {("optimizer_states", number, "state", key): parameter for key, parameter in enumerate(parameters)}
 
         def target_of(place: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
             like = held.get(place[:2] if place[0] == "state_dict" else place[:4])

@@ -52,13 +52,18 @@ def finish(parts: Parts, *, config: DictConfig, directory: Path, resume_command:
     plan, trained = getattr(parts.trainer.strategy, "plan", None), _summary(parts, config=config)
     validation = _validation(parts, stopped=bool(stopped))
     objective = objective_of(callback_of(parts, "RunCheckpoint"), validation)
-    skips = stopped or not parts.trainer.is_global_zero
+    in_shards = any(hasattr(one, "placements") for one in parts.module.parameters())
+    skips = stopped or in_shards or not parts.trainer.is_global_zero
     samples = [] if skips else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
     test = None if stopped else _test(parts)  # with the weights of best.ckpt, and the samples with the last
     if not parts.trainer.is_global_zero:
         return objective
     baselines = {} if stopped else _baselines(parts.data)
     remarks = list(getattr(getattr(parts.module, "report", None), "remarks", list)())
+    if in_shards and isinstance(parts.module, SampleWriter):
+        remarks.append(
+            "No samples were written: each rank holds a part of the model. Its commands write them from the checkpoint."
+        )
     summary = trained | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
         "test": test,

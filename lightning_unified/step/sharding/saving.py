@@ -13,14 +13,11 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultSavePlanner,
-    FileSystemWriter,
-    SavePlan,
-    SavePlanner,
-    save,
-)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future

@@ -24,7 +24,10 @@ def test_a_name_may_say_what_ranks_hold():
 def test_the_keys_of_fsdp_are_arguments_of_unified_fsdp_alone():
     said = {"fsdp": {"save_distributed_checkpoint": False}}
 
-    assert with_strategy(OmegaConf.merge(config("unified_fsdp"), said)).trainer.strategy.save_distributed_checkpoint is False
+    assert (
+        with_strategy(OmegaConf.merge(config("unified_fsdp"), said)).trainer.strategy.save_distributed_checkpoint
+        is False
+    )
     with pytest.raises(ConfigurationError, match=r"=false is of trainer\.strategy=unified_fsdp"):
         with_strategy(OmegaConf.merge(config("unified_ddp"), said))
     with pytest.raises(ConfigurationError, match=r"fsdp\.save_distributed_checkpoint=maybe: give true or false"):

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_unified import RunCheckpoint, UnifiedFSDPStrategy
+from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.errors import LightningUnifiedError
-from lightning_unified.step.sharding import rows
 from lightning_unified.strategies import fsdp
 from tests.support.lasting import Lasting
 from tests.support.ranks.modules import TEXT

@@ -147,7 +147,9 @@ def test_a_rank_killed_between_two_renames_loses_nothing(tmp_path):
     assert put_back(tmp_path / "last.ckpt")
 
 
-@pytest.mark.parametrize(("kind", "words"), [("full", "No space left on device"), ("memory", "memory ran out on rank 1")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("full", "No space left on device"), ("memory", "memory ran out on rank 1")]
+)
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, kind, words):
     for ended in on_ranks(saved.struck, str(tmp_path), kind, (2, 3)):
         assert ended.kind == "CheckpointError"
@@ -231,7 +233,9 @@ def test_a_plugin_that_writes_files_is_refused(made):
     strategy = UnifiedFSDPStrategy()
     strategy.checkpoint_io = AsyncCheckpointIO()
 
-    with pytest.raises(ConfigurationError, match=r"AsyncCheckpointIO writes one file.*save_distributed_checkpoint=False"):
+    with pytest.raises(
+        ConfigurationError, match=r"AsyncCheckpointIO writes one file.*save_distributed_checkpoint=False"
+    ):
         strategy._refuse_plugin()
 
 
