@@ -1,4 +1,7 @@
-"""Files and folders that are whole or absent: written beside their name, flushed to disk, then renamed."""
+"""Files and folders that are whole or absent.
+
+They are written beside their name, flushed to disk, then renamed.
+"""
 
 import ctypes
 import os
@@ -84,7 +87,7 @@ def put_back(path: Path) -> bool:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Delete the partial files and folders that killed writers left in `folder`; `put_back` what they had not replaced yet.
+    """Delete what killed writers left in `folder`, and put back what they had not replaced yet.
 
     No other process may be writing there.
     """
@@ -136,7 +139,9 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders in one operation; return whether the system and the file system can.
+    """Exchange the names of two files or folders in one operation.
+
+    Return whether the system and the file system can.
 
     Source:
         renameat2(2) with RENAME_EXCHANGE on Linux; renamex_np(2) with RENAME_SWAP on macOS, not run there.

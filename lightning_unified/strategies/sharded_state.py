@@ -72,7 +72,10 @@ class ShardedState(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state: this rank's rows, or whole tensors on the first rank and nothing on the others."""
+        """Return this rank's rows of the module's state.
+
+        For a file, return whole tensors on the first rank, and nothing on the others.
+        """
         assert self.lightning_module is not None
         if self._saves_folders:
             return self._shards_by_name(self.lightning_module)
@@ -90,7 +93,10 @@ class ShardedState(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state: this rank's rows, or whole tensors on the first rank and nothing on the others."""
+        """Return this rank's rows of the optimizer's state.
+
+        For a file, return whole tensors on the first rank, and nothing on the others.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         state = optimizer.state_dict()

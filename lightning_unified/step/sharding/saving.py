@@ -1,4 +1,4 @@
-"""Save a distributed checkpoint: all ranks write their pieces, and the folder gets its name when it is whole."""
+"""Save a distributed checkpoint: all ranks write pieces of a folder, which is whole or absent."""
 
 import os
 import re
