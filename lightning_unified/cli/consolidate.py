@@ -1,4 +1,4 @@
-"""`consolidate`: write a distributed checkpoint as one file, which any strategy and `torch.load` read."""
+"""`consolidate`: write a distributed checkpoint as one file, which `torch.load` reads."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the file; return 0, 2 for an invalid request, or 1 if a checkpoint cannot be read or written."""
+    """Write the file, and return 0; 2 for an invalid request, 1 for a checkpoint that fails."""
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as done:

@@ -1,4 +1,4 @@
-"""Folders of distributed checkpoints: tensors in the ranks' pieces, everything else in `meta.pt`.
+"""Folders of distributed checkpoints: tensors in pieces, everything else in `meta.pt`.
 
 | file | content |
 |---|---|
@@ -40,7 +40,7 @@ Place = tuple[Any, ...]
 
 
 class ShardedFolderError(RuntimeError):
-    """A folder that is not a whole distributed checkpoint, or holds more than tensors and plain data."""
+    """A folder that is not a whole distributed checkpoint, or holds more than plain data."""
 
 
 class Divided:
@@ -108,7 +108,9 @@ def read_folder(
     target_of: Callable[[Place, torch.Size, torch.dtype], Tensor | None] | None = None,
     with_optimizers: bool = True,
 ) -> dict[str, Any]:
-    """Return the checkpoint in a folder. Each process reads by itself, and needs no process group.
+    """Return the checkpoint in a folder.
+
+    Each process reads by itself, and needs no process group.
 
     Args:
         path: The folder.

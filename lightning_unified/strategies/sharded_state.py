@@ -1,4 +1,4 @@
-"""Checkpoints of sharded modules: a folder with the ranks' pieces, or one file with whole tensors.
+"""Checkpoints of sharded modules: a folder with pieces, or one file with whole tensors.
 
 Any number of ranks reads either.
 """

@@ -1,4 +1,4 @@
-"""Files and folders are replaced whole: a process that ends at any point leaves the old one or the new one."""
+"""Files and folders are replaced whole, also by a process that ends in the middle."""
 
 import os
 from pathlib import Path

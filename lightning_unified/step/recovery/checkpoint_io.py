@@ -116,7 +116,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def load_folder(path: str | Path, *, weights_only: bool | None, **arguments: Any) -> dict[str, Any]:
-    """Return the distributed checkpoint at `path`, with whole tensors unless `target_of` says otherwise.
+    """Return the distributed checkpoint in the folder `path`.
 
     Args:
         path: The folder.
@@ -139,7 +139,7 @@ def load_folder(path: str | Path, *, weights_only: bool | None, **arguments: Any
 
 
 def is_local(path: str | Path) -> bool:
-    """Return whether `path` is on a file system of this machine, and not at an address such as `s3://…`."""
+    """Return whether `path` is on a file system, and not at an address such as `s3://…`."""
     return _is_local_file_protocol(path)
 
 

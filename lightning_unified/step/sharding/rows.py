@@ -60,7 +60,7 @@ def sharded_like(whole: Tensor, like: DTensor, ranks: Ranks) -> DTensor:
 
 
 def empty_like_shard(like: DTensor, dtype: torch.dtype) -> DTensor:
-    """Return a DTensor placed and shaped as `like`, with memory for this rank's part that holds no values yet."""
+    """Return a DTensor placed and shaped as `like`, in memory without values."""
     return as_dtensor(torch.empty(local(like).shape, dtype=dtype, device=like.device), like)
 
 

@@ -1,4 +1,4 @@
-"""Save a distributed checkpoint: all ranks write pieces of a folder, which is whole or absent."""
+"""Save a distributed checkpoint: all ranks write into a folder that is whole or absent."""
 
 import os
 import re
@@ -39,7 +39,7 @@ _IS_PARTIAL = re.compile(rf"^\.(?P<name>.+)@(?P<host>[^@]+)@(?P<pid>\d+){re.esca
 
 
 def save_folder(checkpoint: Mapping[str, Any], path: str | Path, ranks: Ranks, *, device: torch.device) -> None:
-    """Write `checkpoint` into the folder `path` together; each rank writes its rows. All ranks call it.
+    """Write `checkpoint` into the folder `path`: each rank its rows. All ranks call it.
 
     The ranks write into a folder beside `path`. The first one flushes it and gives it its name after all ranks have finished. Until
     then an earlier checkpoint at `path` is whole. What the first rank holds is saved of all that is not sharded.

@@ -1,4 +1,4 @@
-"""Runs of the command line under unified_fsdp: folders as checkpoints, resumed, consolidated and used."""
+"""Runs under unified_fsdp: folders as checkpoints, resumed, consolidated and used."""
 
 import shutil
 

@@ -75,7 +75,7 @@ def both_forms(folder: str, hold: str) -> dict[str, Any]:
 
 
 class Strikes(L.Callback):
-    """Lets the second rank fail in `FileSystemWriter.write_data` of a save, after some of its bytes are written."""
+    """Lets the second rank fail in a save, after its bytes are written."""
 
     def __init__(self, kind: str, *, saves: tuple[int, ...]) -> None:
         self.kind, self.saves, self.seen = kind, saves, 0
@@ -135,14 +135,14 @@ def killed_between(folder: str) -> dict[str, Any]:
 
 
 def with_model_checkpoint(folder: str) -> dict[str, Any]:
-    """Return a run with Lightning's own callback, which keeps the best file and replaces `last.ckpt`."""
+    """Return a run with Lightning's callback, which keeps the best and replaces `last.ckpt`."""
     own = ModelCheckpoint(folder, filename="{step}", monitor="val", save_top_k=1, save_last=True)
     fits = trained(UnifiedFSDPStrategy(), own, ranks=2, rank=local_rank(), enable_checkpointing=True, max_epochs=3)
     return {**fits, "best": own.best_model_path}
 
 
 def saves_a_file_through(phase: str, folder: str) -> dict[str, Any]:
-    """Return a run whose second rank runs out of memory while the whole state is gathered, so many times."""
+    """Return a run whose second rank runs out of memory while state is gathered."""
     calls = []
     memory = rows._memory
 

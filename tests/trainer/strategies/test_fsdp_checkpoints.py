@@ -1,4 +1,4 @@
-"""Checkpoints of sharded ranks: whole or absent, read by any number of ranks, and continued to the bit."""
+"""Checkpoints of sharded ranks are whole or absent, and continued to the bit."""
 
 import os
 import pickle
