@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,10 @@ import torch
 from lightning.fabric.utilities import registry
 
 gc.disable()  # until all test files are imported: collections over the growing heap take a sixth of that time
+
+# Else each process compiles the package and the tests anew, which takes longer than most tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell that starts the tests in the background ignores SIGINT; children and handlers would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,6 +61,13 @@ LONG = {
     "test_stop.py",
     "test_conf.py",
     "test_lightning_hooks.py",
+    "test_fsdp.py",
+    "test_torchrun.py",
+    "test_trust.py",
+    "test_attention.py",
+    "test_shared_dry_runs.py",
+    "test_planner_dry_runs.py",
+    "test_families.py",
 }
 
 

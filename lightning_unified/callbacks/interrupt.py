@@ -226,10 +226,12 @@ class GracefulInterrupt(Callback):
 
         All ranks agree on the answer and on the signal.
         """
-        if trainer.world_size > 1:
-            number = most(trainer, 0 if self.signal is None else int(self.signal))
-            self.signal = signal.Signals(number) if number else None
-        return self.signal is not None
+        if trainer.world_size == 1:
+            return self.signal is not None
+        number = most(trainer, 0 if self.signal is None else int(self.signal))
+        if number:  # else a signal that came while the ranks agreed waits for the next batch
+            self.signal = signal.Signals(number)
+        return bool(number)
 
 
 def _write(text: str) -> None:

@@ -1,7 +1,6 @@
 """`Trainer(strategy="unified_fsdp")`: one module sharded over several ranks by FSDP2."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -26,14 +25,13 @@ from lightning_unified.step.sharding.lockstep import (
     KeptShards,
     LockstepEvaluation,
     LockstepOptimization,
-    inside_root,
 )
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
 from lightning_unified.step.sharding.wrapping import is_sharded, materialize, shard, sharded_roots
 from lightning_unified.strategies.base import options_among
-from lightning_unified.strategies.ranked import RankedBase, check_start
+from lightning_unified.strategies.ranked import check_start
 from lightning_unified.strategies.shardable import (
     bytes_of_whole,
     copy_from_first,
@@ -43,11 +41,12 @@ from lightning_unified.strategies.shardable import (
     refuse_placements,
 )
 from lightning_unified.strategies.sharded_state import ShardedState
+from lightning_unified.strategies.sharded_steps import ShardedSteps
 
 __all__ = ["UnifiedFSDPStrategy"]
 
 
-class UnifiedFSDPStrategy(RankedBase, ShardedState):
+class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
     """Trains one module sharded over several devices with FSDP2, each inside a memory budget.
 
     Each rank holds its rows of every parameter, of its gradient and of the optimizer state. The module's repeated blocks are
@@ -121,7 +120,7 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
         self._saves_folders = save_distributed_checkpoint
         self._broadcast_buffers = broadcast_buffers
         self._mesh: DeviceMesh | None = None
-        self._shards: WholeShards | KeptShards | None = None
+        self._shards = None
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
 
     @override
@@ -241,64 +240,9 @@ class UnifiedFSDPStrategy(RankedBase, ShardedState):
             self._loop.clip_by_norm(optimizer, float(clip_val))
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._gather()
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._gather()
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._gather()
-
-    def _gather(self) -> None:
-        """Make parameters whole for an evaluation, in which each rank may repeat its own batches."""
-        if isinstance(self._shards, WholeShards):
-            with self.ranks.reporting_errors():
-                self._shards.gather()
-
-    @override
     def teardown(self) -> None:
         module = self.lightning_module
         if self._shards is not None and module is not None:
             # Lightning moves the module, which FSDP2 refuses in mid-step
             reset_iteration(sharded_roots(module), reshards=True)
         super().teardown()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stepped("training_step", self.precision_plugin.train_step_context(), args, kwargs)
-
-    def _stepped(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        method = getattr(module, name)
-        with context:
-            if isinstance(self._shards, KeptShards):
-                return inside_root(module, method, *args, **kwargs)
-            return method(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = partial(self._evaluation_step, "validation_step")
-        return self._evaluated(call, args, kwargs, phase="validation")
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(partial(self._evaluation_step, "test_step"), args, kwargs, phase="test")
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(partial(self._evaluation_step, "predict_step"), args, kwargs, phase="predict")
-
-    def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        contexts = {
-            "validation_step": self.precision_plugin.val_step_context,
-            "test_step": self.precision_plugin.test_step_context,
-            "predict_step": self.precision_plugin.predict_step_context,
-        }
-        return self._stepped(name, contexts[name](), args, kwargs)

@@ -3,14 +3,14 @@
 import pytest
 
 from benchmarks.options.attention.attention_peaks import KINDS, SIZES, peaks
+from tests.support.lanes import crossed
 
-CELLS = [
-    pytest.param(kind, attention, recompute, sizes, marks=(pytest.mark.slow,) if place else ())
-    for kind in KINDS
-    for attention in ("torch", "chunked")
-    for recompute in (False, True)
-    for place, sizes in enumerate(SIZES)
-]
+FAST = (
+    ("language", "chunked", False, SIZES[0]),
+    ("encoder", "chunked", True, SIZES[0]),
+    ("vision", "torch", True, SIZES[0]),
+)
+CELLS = crossed(KINDS, ("torch", "chunked"), (False, True), SIZES, fast=FAST)
 
 
 @pytest.mark.parametrize(("kind", "attention", "recompute", "sizes"), CELLS)

@@ -44,15 +44,22 @@ def counted(monkeypatch):
 OPTIONS = ({}, {"loss_chunk": 8}, {"attention": "chunked"}, {"loss_chunk": 8, "attention": "chunked"})
 
 
-@pytest.mark.parametrize("kind", [slow(language("Qwen2", adapters=True)), language("Qwen2")])
-def test_loss_chunks_and_attentions_are_traced_on_one_fake_copy(kind, counted):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        slow(language("Qwen2", adapters=True), OPTIONS),
+        slow(language("Qwen2"), OPTIONS),
+        (language("Qwen2"), (OPTIONS[0], OPTIONS[3])),
+    ],
+)
+def test_loss_chunks_and_attentions_are_traced_on_one_fake_copy(kind, options, counted):
     module, batch = kind(), kind.batch(4)
     traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))
-    found = [traces.of(Combination(precision="bf16-mixed", **options)).exactly(4, parts=1) for options in OPTIONS]
+    found = [traces.of(Combination(precision="bf16-mixed", **each)).exactly(4, parts=1) for each in options]
 
     assert counted["copies"] == 1
-    assert [trace.options["precision"] for trace in found] == ["bf16-mixed"] * 4
-    alone = [trace_step(module, batch, rows=4, parts=1, **MPS, **options) for options in OPTIONS]
+    assert [trace.options["precision"] for trace in found] == ["bf16-mixed"] * len(options)
+    alone = [trace_step(module, batch, rows=4, parts=1, **MPS, **each) for each in options]
     assert [summed_up(trace)[1:4] for trace in found] == [summed_up(trace)[1:4] for trace in alone]
 
 

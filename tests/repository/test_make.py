@@ -11,6 +11,7 @@ import pytest
 
 from lightning_unified.cli.config.composition import composed, searching
 from tests.support import ROOT
+from tests.support.lanes import slow
 
 FILES = ("Makefile", "pyproject.toml", "requirements.lock", "requirements-data.txt")
 RELEASE = next(
@@ -116,9 +117,9 @@ def test_a_python_of_another_version_than_the_environment_is_not_ignored(checkou
     ("target", "hardware", "rows", "micro_batches", "length"),
     [
         ("train-small", "hardware=cuda", 8, 4, 1024),
-        ("train-small", "hardware=mps", 4, 8, 512),
-        ("train-small", "hardware=rocm", 2, 16, 512),
-        ("train-small-mps", None, 4, 8, 512),
+        slow("train-small", "hardware=mps", 4, 8, 512),
+        slow("train-small", "hardware=rocm", 2, 16, 512),
+        slow("train-small-mps", None, 4, 8, 512),
         ("train-small-rocm", None, 2, 16, 512),
     ],
 )

@@ -15,6 +15,7 @@ from lightning_unified.hardware import Figure
 from lightning_unified.step import device_gradients as parity
 from lightning_unified.step.exactness.trials import host
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from tests.support.lanes import crossed
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 from tests.support.modules.split import ByItsOwnMode
 
@@ -124,8 +125,14 @@ def lacks_bfloat16_lstm():
     return False
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("kind", [MLP, RaggedTokens, Recurrent])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    crossed(
+        [MLP, RaggedTokens, Recurrent],
+        ["32-true", "bf16-mixed", "bf16-true"],
+        fast=[(MLP, "32-true"), (RaggedTokens, "bf16-mixed"), (Recurrent, "bf16-true")],
+    ),
+)
 def test_a_sound_device_agrees_with_the_cpu(as_mps, kind, precision, caplog):
     if kind is Recurrent and precision == "bf16-mixed" and lacks_bfloat16_lstm():
         pytest.skip("this processor has no LSTM in bfloat16")

@@ -66,7 +66,8 @@ class Board:
         if isinstance(error, RankError) and error.failed:
             return exit_code_of(error)  # the rank that failed says why
         code = report_failure(error) if self._claims() else exit_code_of(error)
-        self._linger(_ERROR, self.launch.size, _LINGER_S)
+        gone = len(error.missing) if isinstance(error, RankError) else 0
+        self._linger(_ERROR, self.launch.size - gone, _LINGER_S)
         return code
 
     def leave(self) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import precision as stock
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from typing_extensions import override
 
 from lightning_unified.cost_model.backends import mimic
+from lightning_unified.errors import DryRunError
 from lightning_unified.nn.attention import ChunkedAttention
 from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.recomputing import RecomputePolicy
@@ -20,7 +23,7 @@ from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.fake_batch import Template
 from lightning_unified.planner.dry_run.recording import RecordingCallback
 from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
-from lightning_unified.planner.dry_run.strategy import DryRunStrategy, fake_copy_precision
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 from lightning_unified.planner.dry_run.trainer import DryRunTrainer, averaging, batches_of, tensors_held
 from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
 from lightning_unified.planner.fake.mode import World
@@ -28,11 +31,13 @@ from lightning_unified.planner.fake.places import Places
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.ranks.sharded_copy import resizes_noted, shard_copy
 from lightning_unified.planner.repeats import Replay, Twins
+from lightning_unified.precision import MixedPrecision
 from lightning_unified.step.split import splitter_of
 from lightning_unified.step.split.rules import given_to, rules_of
 
 __all__ = ["FakeFit", "Templates"]
 
+_CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _DEVICE = torch.device("cpu")  # of all fake tensors: those of other devices fail in the backward pass
 
 
@@ -87,7 +92,7 @@ class FakeFit:
     ) -> None:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
         self._settings, self.attends = spec.trainer_settings(), False
-        plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
+        plugin, dtype = _fake_copy_precision(spec.precision, device_type=_DEVICE.type)
         self._copy = _fake_module(spec, self._shared(), dtype)
         self._places = Places(self._copy)
         world.place = self._places.here
@@ -311,3 +316,32 @@ def _copies_weights(trainer: Any) -> bool:
     """Return whether the live strategy copies weights and optimizer state around each step."""
     options = getattr(getattr(getattr(trainer, "strategy", None), "policy", None), "options", None)
     return options is not None and options.recover and options.optimizer_rollback
+
+
+def _fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
+    """Return the precision plugin of a dry run, and the dtype of the fake copy.
+
+    A dtype of None keeps each tensor's own.
+
+    Raises:
+        DryRunError: If the precision cannot be traced.
+    """
+    if precision in ("16-mixed", "bf16-mixed"):
+        return MixedPrecision(precision, device_type=device_type), None
+    if precision in ("bf16-true", "16-true"):
+        return _Half(precision), _CASTS[precision]  # pyright: ignore[reportArgumentType]
+    if precision == "64-true":
+        return stock.DoublePrecision(), _CASTS[precision]
+    if precision == "32-true":
+        return stock.Precision(), None
+    raise DryRunError(
+        f"precision {precision!r} cannot be traced; choose from 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
+    )
+
+
+class _Half(stock.HalfPrecision):
+    """Half precision without a conversion: the fake copy is made in that dtype."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module

@@ -6,19 +6,16 @@ from typing import Any, cast
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins import precision as stock
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import DryRunError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder
-from lightning_unified.precision import MixedPrecision
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.loop.backward import MicroBatchBackward
@@ -29,10 +26,9 @@ from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
 
-__all__ = ["DryRunStrategy", "fake_copy_precision", "tensors_of"]
+__all__ = ["DryRunStrategy", "tensors_of"]
 
 _ENDLESS = 1 << 62
-_CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
@@ -285,35 +281,6 @@ class _NoBudget(BudgetWatch):
     @override
     def overrun(self) -> None:
         return None
-
-
-def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
-    """Return the precision plugin of a dry run, and the dtype of the fake copy.
-
-    A dtype of None keeps each tensor's own.
-
-    Raises:
-        DryRunError: If the precision cannot be traced.
-    """
-    if precision in ("16-mixed", "bf16-mixed"):
-        return MixedPrecision(precision, device_type=device_type), None
-    if precision in ("bf16-true", "16-true"):
-        return _Half(precision), _CASTS[precision]  # pyright: ignore[reportArgumentType]
-    if precision == "64-true":
-        return stock.DoublePrecision(), _CASTS[precision]
-    if precision == "32-true":
-        return stock.Precision(), None
-    raise DryRunError(
-        f"precision {precision!r} cannot be traced; choose from 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
-    )
-
-
-class _Half(stock.HalfPrecision):
-    """Half precision without a conversion: the fake copy is made in that dtype."""
-
-    @override
-    def convert_module(self, module: Module) -> Module:
-        return module
 
 
 def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:

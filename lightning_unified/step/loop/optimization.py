@@ -76,10 +76,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._phase = "forward"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: Lightning's own state, the policy and the window.
-
-        The next fit makes a new loop from the strategy.
-        """
+        """Return Lightning's own state, the policy and the window; the next fit makes a new loop."""
         kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
         return {name: value for name, value in vars(self).items() if name in kept}
 

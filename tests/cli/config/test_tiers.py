@@ -47,7 +47,7 @@ def test_a_models_own_batch_on_a_hardware_comes_before_a_tiers(model, hardware, 
     assert own == OWN.get((model, hardware), own)
 
 
-@pytest.mark.parametrize("tier", some(TIERS, "small", "large"))
+@pytest.mark.parametrize("tier", some(TIERS, "small"))
 def test_a_tiers_batch_serves_models_without_one_of_their_own(tier):
     with searching(CONF):
         assert composed(["model=gearhead", "hardware=cpu", f"memory={tier}"]).config.data.batch_size == BATCHES[tier]

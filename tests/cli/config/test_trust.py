@@ -136,12 +136,11 @@ def test_a_baited_run_is_refused_by_one_error_and_runs_nothing(run, attack, monk
 
 
 def test_an_honest_run_goes_on_without_the_flag_also_after_it_was_moved(run, command):
-    directory, _, resume = run
+    directory, _, _ = run
     (directory / "newest.ckpt").symlink_to("checkpoints/last.ckpt")  # a link to inside of the run is honest
 
-    assert resume().code == 0
     shutil.move(directory, directory.parent / "moved")
-    done = command(f"resume={directory.parent / 'moved'}", "trainer.max_steps=4", "trainer.enable_progress_bar=false")
+    done = command(f"resume={directory.parent / 'moved'}", "trainer.max_steps=3", "trainer.enable_progress_bar=false")
     assert done.code == 0
     assert not directory.exists()
 

@@ -13,11 +13,24 @@ from omegaconf import OmegaConf
 from lightning_unified.cli.watch.runs import running
 from lightning_unified.hardware import Sources
 from tests.support import ROOT
+from tests.support.lanes import slow
 from tests.support.ranks.launched import LIMIT_S, TINY, TRAIN, Launched, real_torchrun, wait_until
 
 README = re.search(r"`torchrun ([^`]*train\.py [^`]*)`", (ROOT / "README.md").read_text("utf-8"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 DDP = "trainer.strategy=unified_ddp"
+
+
+def forked(flags, arguments, cwd):
+    """Start the ranks that torchrun would start."""
+    assert flags == ["--standalone", "--nproc-per-node", "2"]
+    first, second = Launched(*arguments, cwd=cwd).wait()
+    assert (second.returncode, second.stdout) == (0, "")
+    return first
+
+
+def by_torchrun(flags, arguments, cwd):
+    return ran([sys.executable, "-m", "torch.distributed.run", *flags, str(TRAIN), *arguments], cwd)
 
 
 def ran(command, cwd):
@@ -26,12 +39,12 @@ def ran(command, cwd):
     )
 
 
-def test_the_readmes_line_trains_two_ranks_into_one_directory(tmp_path):
+@pytest.mark.parametrize("starts", [forked, slow(by_torchrun)])
+def test_the_readmes_line_trains_two_ranks_into_one_directory(tmp_path, starts):
     assert README is not None
     line = README[1].split()
     place = line.index("train.py")
-    flags, arguments = line[:place], [*line[place + 1 :], *TINY, "trainer.max_steps=2"]
-    done = ran([sys.executable, "-m", "torch.distributed.run", *flags, str(TRAIN), *arguments], tmp_path)
+    done = starts(line[:place], [*line[place + 1 :], *TINY, "trainer.max_steps=2"], tmp_path)
     (run,) = (tmp_path / "runs/gearhead").iterdir()
     summary = json.loads((run / "summary.json").read_text())
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.repository.public_surface.subjects import check, key_lines
+from tests.repository.public_surface.records import key_lines
+from tests.repository.public_surface.subjects import check
 
 FILES = (
     "config.yaml",

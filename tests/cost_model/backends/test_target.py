@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.backends import mimic
+from tests.support.lanes import slow
 
 
 class Block(nn.Module):
@@ -55,10 +56,17 @@ def step(module, shape, *, dtype):
     return all(parameter.grad.shape == parameter.shape for parameter in module.parameters())
 
 
+DEVICES = (("cuda", torch.float32), ("rocm", torch.float16), ("mps", torch.bfloat16))
+
+
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("cuda", torch.float32), ("rocm", torch.float16), ("mps", torch.bfloat16)]
+    ("case", "backend", "dtype"),
+    [
+        (case, *device) if place % len(DEVICES) == turn else slow(case, *device)
+        for place, case in enumerate(CASES)
+        for turn, device in enumerate(DEVICES)
+    ],
 )
-@pytest.mark.parametrize("case", CASES)
 def test_a_step_runs_to_its_end(fake, case, backend, dtype):
     build, shape = CASES[case]
     with mimic(backend):

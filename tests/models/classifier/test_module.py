@@ -15,6 +15,7 @@ from lightning_unified.models.classifier.evaluation.temperature import fit_tempe
 from lightning_unified.models.classifier.network.trimming import trimmed, with_row_lengths
 from lightning_unified.models.classifier.training.objective import class_weights
 from lightning_unified.models.training import decay_groups
+from tests.support.lanes import slow
 
 
 def _weights(model):
@@ -27,7 +28,9 @@ def _gradient(model, loss):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("weights", ["none", "balanced", [0.5, 2.0, 3.0]], ids=["none", "balanced", "listed"])
+@pytest.mark.parametrize(
+    "weights", [slow("none"), "balanced", slow([0.5, 2.0, 3.0])], ids=["none", "balanced", "listed"]
+)
 def test_training_in_trimmed_micro_batches_is_training_whole(build, data, fit, weights):
     runs = []
     for strategy in ("auto", UnifiedStrategy(micro_batch_size=2, predict=False)):

@@ -16,6 +16,7 @@ from lightning_unified.models.causal_lm.presets import MODELS
 from lightning_unified.models.finetune import Finetune, FinetuneData
 from tests.support import ROOT
 from tests.support.finetune import build, write_rows
+from tests.support.lanes import slow
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -49,7 +50,7 @@ def test_an_example_batch_has_the_form_of_the_data(tmp_path, packing):
     assert all(largest[name].shape[1] >= prepared[name].shape[1] for name in ("tokens", "places", "targets"))
 
 
-@pytest.mark.parametrize("changes", [{}, CAPPED], ids=["qwen2", "gemma3"])
+@pytest.mark.parametrize("changes", [slow({}), CAPPED], ids=["qwen2", "gemma3"])
 def test_a_simulated_mac_takes_the_predicted_memory(tmp_path, changes):
     class Kept(Finetune):
         plans = []

@@ -11,6 +11,7 @@ from lightning_unified.planner.search import planner as planner_module
 from lightning_unified.planner.search.combinations import combinations_to_compare
 from lightning_unified.planner.search.planner import Planner
 from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
+from tests.support.lanes import crossed
 from tests.support.zoo.dry_run import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
@@ -82,24 +83,23 @@ def test_a_batch_is_not_traced_split_where_the_whole_is_always_faster(traced):
 
 
 def test_a_busy_machine_looks_at_the_combinations_of_an_idle_one(traced, monkeypatch):
-    chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
+    chosen(share=0.9, layers=3, launch=1e-3, only_best=False)
     idle = list(traced)
     traced.clear()
     monkeypatch.setattr(planner_module.time, "monotonic", iter(range(0, 10**6, 100)).__next__)
-    chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
+    chosen(share=0.9, layers=3, launch=1e-3, only_best=False)
 
     assert traced == idle
 
 
 def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkeypatch):
     monkeypatch.setattr(compared, "_MOST_OPERATIONS", 0)
-    chosen(share=0.9, layers=4, launch=1e-3, only_best=False)
+    chosen(share=0.9, layers=3, launch=1e-3, only_best=False)
 
     assert {policy for policy, *_ in traced} == {PLAIN, ALL}
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8])
-@pytest.mark.parametrize("launch", [1e-9, 1e-4])
+@pytest.mark.parametrize(("share", "launch"), crossed([1.0, 0.8], [1e-9, 1e-4], fast=[(1.0, 1e-9), (0.8, 1e-4)]))
 def test_a_loss_in_chunks_is_no_faster_than_the_modules_own_in_either_search(share, launch):
     given = {"share": share, "launch": launch, "kind": SlowLoss, "chunks": (None, 8)}
     quick, full = (chosen(**given, only_best=only) for only in (True, False))

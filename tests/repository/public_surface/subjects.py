@@ -10,13 +10,9 @@ import difflib
 import importlib
 import inspect
 import io
-import json
-import os
 import re
 import runpy
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,9 +21,10 @@ from unittest.mock import patch
 
 import yaml
 
+from tests.repository.public_surface.records import doctor_lines, plan_lines, summary_lines, watch_lines
 from tests.support import ROOT
 
-__all__ = ["SUBJECTS", "Subject", "check", "key_lines", "parsers", "record", "recorded"]
+__all__ = ["SUBJECTS", "Subject", "check", "parsers", "record", "recorded"]
 
 HERE = Path(__file__).parent
 PUBLIC_MODULES = ("lightning_unified", "lightning_unified.strategies", "lightning_unified.callbacks")
@@ -38,12 +35,6 @@ MODEL_MODULES = (
         for name in ("classifier", "compressor", "finetune", "gearhead", "grpo", "wordle")
     ),
 )  # names only: their arguments are keys of the configuration
-SIMULATED = "m1-8gb"  # doctor looks at this machine, so that the keys do not depend on the one that runs the tests
-ENVIRONMENT = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"}  # doctor warns of it: `environment` has an entry with keys
-SMALL_RUN = (
-    "hardware=cpu", "data=builtin", "memory=small", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16",
-    "trainer.enable_progress_bar=false", "trainer.max_steps=2",
-)  # fmt: skip
 
 
 # Python: the public names, their arguments and properties.
@@ -240,44 +231,6 @@ def _dotted(node: dict) -> Iterator[str]:
             yield str(key)
 
 
-# Records: the keys that scripts read.
-
-
-def key_lines(value: object, prefix: str = "") -> list[str]:
-    """Return the dotted keys of a JSON value in their order.
-
-    `[]` stands for the entries of a list, taken together.
-    """
-    if isinstance(value, dict) and value:
-        return [line for key, inner in value.items() for line in key_lines(inner, f"{prefix}.{key}".lstrip("."))]
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return list(dict.fromkeys(line for entry in value for line in key_lines(entry, f"{prefix}[]")))
-    return [prefix]
-
-
-def doctor_lines() -> list[str]:
-    """Return the keys of `doctor --json`."""
-    from lightning_unified.cli.main import main
-
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), patch.dict(os.environ, ENVIRONMENT):
-        code = main(["doctor", "--json", "--simulate", SIMULATED])
-    assert code == 0, printed.getvalue()
-    return key_lines(json.loads(printed.getvalue()))
-
-
-def summary_lines() -> list[str]:
-    """Return the keys of `summary.json` of a small run of GearHead in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, ROOT / "train.py", *SMALL_RUN, f"run_dir={folder}/run"],
-            check=True,
-            capture_output=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-        return key_lines(json.loads(Path(folder, "run", "summary.json").read_text()))
-
-
 # Recorded lines.
 
 
@@ -298,6 +251,8 @@ SUBJECTS = (
     Subject(name="commands", describe=command_lines),
     Subject(name="configuration", describe=configuration_lines),
     Subject(name="doctor", describe=doctor_lines),
+    Subject(name="plan", describe=plan_lines),
+    Subject(name="watch", describe=watch_lines),
     Subject(name="summary", describe=summary_lines),
 )
 

@@ -6,7 +6,8 @@
 import pytest
 
 from tests.repository.public_surface import subjects
-from tests.repository.public_surface.subjects import SUBJECTS, check, key_lines
+from tests.repository.public_surface.records import key_lines
+from tests.repository.public_surface.subjects import SUBJECTS, check
 
 
 @pytest.mark.parametrize("subject", [each for each in SUBJECTS if each.name != "summary"], ids=lambda each: each.name)

@@ -114,7 +114,7 @@ def assert_same(kind, size, callbacks=(), **options):
         assert our_trainer.strategy.micro_batch_size == SPLIT
 
 
-@pytest.mark.parametrize("size", ["whole", "split"])
+@pytest.mark.parametrize("size", [slow("whole"), "split"])
 @pytest.mark.parametrize("kind", WORKING, ids=lambda kind: kind.__name__)
 def test_a_module_that_uses_a_hook_trains_as_under_plain_lightning(kind, size):
     assert_same(kind, size)
@@ -122,7 +122,9 @@ def test_a_module_that_uses_a_hook_trains_as_under_plain_lightning(kind, size):
 
 @pytest.mark.parametrize("size", [slow("whole"), "split"])
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=["window", "by value", "by norm"])
-@pytest.mark.parametrize("kind", [users.LogsEverywhere, users.ClipsByItself, users.ZeroesInPlace, users.MovesATeacher])
+@pytest.mark.parametrize(
+    "kind", [users.LogsEverywhere, slow(users.ClipsByItself), slow(users.ZeroesInPlace), users.MovesATeacher]
+)
 def test_windows_and_clipping_reach_the_hooks_as_under_plain_lightning(kind, options, size):
     assert_same(kind, size, **options)
 

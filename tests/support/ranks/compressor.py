@@ -80,7 +80,7 @@ def on_two() -> dict[str, dict[str, Any]]:
     """Return fits on two ranks, whole and split, under both objectives."""
     quiet()
     return {
-        f"{objective}, {name}": trained(UnifiedDDPStrategy(predict=False, **cut), ranks=2, objective=objective)
+        f"{objective}, {name}": trained(UnifiedDDPStrategy(predict=False, **options), ranks=2, objective=objective)
         for objective in ("relaxed", "reinforce")
-        for name, cut in (("whole", {}), ("cut", {"micro_batch_size": 3}))
+        for name, options in (("whole", {}), ("split", {"micro_batch_size": 3}))
     }

@@ -66,7 +66,7 @@ def same_as_ddp() -> dict[str, Any]:
         "ddp": fit(net(norm=True), "ddp", **CUDA),
         "whole": fit(net(norm=True), "unified_ddp", **CUDA),
         "ddp, windows": fit(net(), "ddp", **windows),
-        "cut, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
+        "split, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
         "backend": torch.distributed.get_backend(),
     }
 

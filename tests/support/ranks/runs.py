@@ -210,23 +210,23 @@ SAME_AS_DDP = {
     "": {
         "ddp": lambda: fit(net(), "ddp", validates=True),
         "whole": lambda: fit(net(), "unified_ddp", validates=True),
-        "cut": lambda: fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
+        "split": lambda: fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
     },
     "windows": {
         "ddp": lambda: fit(net(norm=True), "ddp", **WINDOWS),
         "whole": lambda: fit(net(norm=True), "unified_ddp", **WINDOWS),
-        "ddp, cut": lambda: fit(net(), "ddp", **WINDOWS),
-        "cut": lambda: fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **WINDOWS),
+        "ddp, split": lambda: fit(net(), "ddp", **WINDOWS),
+        "split": lambda: fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **WINDOWS),
     },
     "unused": {
         "ddp": lambda: fit(net(unused=True), UNUSED),
         "whole": lambda: fit(net(unused=True), "unified_ddp"),
-        "cut": lambda: fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
+        "split": lambda: fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
     },
     "ragged": {
         "ddp": lambda: fit(net(RaggedNet), "ddp"),
         "whole": lambda: fit(net(RaggedNet), "unified_ddp"),
-        "cut": lambda: fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
+        "split": lambda: fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
     },
     "manual": {
         "ddp": lambda: fit(net(ManualNet), "ddp"),

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.step.ranks import consensus
 from lightning_unified.strategies import fsdp
-from tests.support.lasting import Lasting
-from tests.support.ranks.modules import TEXT
 from tests.support.ranks.runs import quiet
+from tests.support.ranks.shard_faults import Fails, ShrinksAt, local_rank
 
 ROWS = 44  # the last batch of eight rows is short
 
@@ -128,13 +128,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter if full is None else full()).detach().cpu()
 
 
-def local_rank() -> int:
-    return int(os.environ["LOCAL_RANK"])
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped windows": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+    "plain": {"max_epochs": 1},
+    "clipped windows": {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     "wide": {"module": {"wide": True}, "max_epochs": 1, "gradient_clip_val": 0.05},
 }
 
@@ -147,103 +143,18 @@ def alone(name: str, **options: Any) -> dict[str, Any]:
     return trained("auto", ranks=1, rank=0, tests=True, **SETTINGS[name], **options)
 
 
-class Fails(L.Callback):
-    """Raises an out-of-memory error on one rank, in a phase of a batch, after the step has done some work."""
-
-    left = Lasting()
-
-    def __init__(self, phase: str, *, on: int = 1, batch: int = 2, times: int = 1) -> None:
-        self.phase, self.on, self.batch, self.seen, self.left = phase, on, batch, -1, times
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen += 1
-        if local_rank() != self.on or self.seen != self.batch:
-            return
-        last = module.blocks[-1]
-        if self.phase == "forward":
-            self._handle = last.register_forward_hook(lambda *_: self._fail())
-        elif self.phase == "backward":
-            self._handle = last.register_full_backward_hook(lambda *_: self._fail())
-        elif self.phase == "gathering":
-            self._before(torch, "empty")
-        elif self.phase == "reduction":
-            self._before(trainer.strategy._shards, "_take_rows")
-        elif self.phase == "collective":
-            self._in_collective(trainer.strategy._shards.collectives)
-        elif self.phase == "optimizer step":
-            self._before(trainer.optimizers[0], "_init_group")
-        elif self.phase == "half written":
-            self._before(torch, "_foreach_addcdiv_")
-            self._before(torch, "_foreach_lerp_")
-
-    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        if self.phase == "validation" and local_rank() == self.on and self.left and not trainer.sanity_checking:
-            self._handle = module.blocks[-1].register_forward_hook(lambda *_: self._fail())
-
-    def on_after_backward(self, trainer, module):
-        self._fail_in("hook")
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self._fail_in("clipping")
-
-    def _fail_in(self, phase: str) -> None:
-        if self.phase == phase and local_rank() == self.on and self.seen == self.batch and self.left:
-            self._fail()
-
-    def _in_collective(self, collectives: Any) -> None:
-        """Fail before the vote on the fifth collective: a gathering or a reduction whose buffers do not fit."""
-        begin, calls = collectives.begin, []
-
-        def failing(kind: str, sent: torch.Tensor) -> None:
-            calls.append(kind)
-            if len(calls) >= 5:
-                self._fail()
-            begin(kind, sent)
-
-        collectives.begin = failing
-
-    def _before(self, owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def failing(*args, **kwargs):
-            if self.left:
-                self._fail()
-            setattr(owner, name, call)
-            return call(*args, **kwargs)
-
-        setattr(owner, name, failing)
-
-    def _fail(self) -> None:
-        if not self.left:
-            return
-        self.left -= 1
-        raise RuntimeError(TEXT)
-
-
-class ShrinksAt(L.Callback):
-    """The undisturbed twin of a fit that fails: from the same batch on, all ranks use the smaller size."""
-
-    def __init__(self, limit: int, *, batch: int = 2) -> None:
-        self.limit, self.batch, self.seen = limit, batch, -1
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen += 1
-        if self.seen == self.batch:
-            trainer.strategy.sizes.max_micro_batch_size = self.limit
-
-
-STEP = {"gradient_clip_val": 0.05, "tests": True}
+STEP = {"max_epochs": 1, "gradient_clip_val": 0.05, "tests": True}
 
 
 def recovered(
-    size: int, *phases: str, hold: Any = "auto", rollback: bool = True, checks: bool = True
+    *phases: str, hold: Any = "auto", rollback: bool = True, checks: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Return fits in which the second rank runs out of memory once, and their undisturbed twins."""
     fits: dict[str, dict[str, Any]] = {}
     for phase in phases:
         event = {"undisturbed": [], "smaller": [ShrinksAt(2)]}.get(phase, [Fails(phase)])
         strategy = UnifiedFSDPStrategy(hold=hold, optimizer_rollback=rollback, check_split=checks)
-        fits[phase] = trained(strategy, *event, ranks=size, rank=local_rank(), module={"drop": 0.3}, **STEP)
+        fits[phase] = trained(strategy, *event, ranks=2, rank=local_rank(), module={"drop": 0.3}, **STEP)
     return fits
 
 
@@ -291,7 +202,9 @@ class ShardsItself(Deep):
 
 
 def sharded_by_module() -> dict[str, Any]:
-    return trained(UnifiedFSDPStrategy(), ranks=2, rank=local_rank(), kind=ShardsItself, tests=True)
+    return trained(
+        UnifiedFSDPStrategy(), ranks=2, rank=local_rank(), kind=ShardsItself, tests=True, **SETTINGS["plain"]
+    )
 
 
 def refusals() -> dict[str, str]:
@@ -315,11 +228,11 @@ def _refusal(*, strategy: dict[str, Any] | None = None, **options: Any) -> str:
 
 
 def without_copies() -> Any:
-    return recovered(2, "half written", rollback=False)
+    return recovered("half written", rollback=False)
 
 
 def recovered_shards(*phases: str) -> dict[str, dict[str, Any]]:
-    return recovered(2, *phases, hold="shards", checks=False)
+    return recovered(*phases, hold="shards", checks=False)
 
 
 class Forks(Deep):
@@ -344,6 +257,7 @@ class Ends(L.Callback):
 
 
 def dying(hold: Any) -> Any:
+    consensus._ROLL_CALL_S = 0.5
     return trained(UnifiedFSDPStrategy(hold=hold), Ends(), ranks=2, rank=local_rank())
 
 

@@ -272,3 +272,28 @@ def test_a_signal_on_another_process_stops_this_one_after_the_same_step(small_ru
 
     assert trainer.global_step == 4
     assert interrupt.signal is signal.SIGTERM
+
+
+def test_a_signal_that_comes_while_processes_agree_stops_them_a_step_later(small_run, tmp_path, monkeypatch):
+    """A strategy stands for two processes; SIGTERM comes after this one has told the other of none."""
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    steps = []
+
+    class Interrupted(SingleDeviceStrategy):
+        def reduce(self, tensor, *args, reduce_op="mean", **kwargs):
+            if reduce_op == "max":
+                steps.append(self.lightning_module.trainer.global_step)
+                if steps.count(3) == 1 and steps[-1] == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return tensor
+
+    interrupt = GracefulInterrupt()
+    module, trainer = small_run.build(
+        tmp_path, callbacks=[interrupt, RunCheckpoint(tmp_path)], strategy=Interrupted("cpu")
+    )
+    monkeypatch.setattr(type(trainer), "world_size", 2)
+    trainer.fit(module, small_run.StatefulLoader(), small_run.validation_loader())
+
+    assert trainer.global_step == 4
+    assert interrupt.signal is signal.SIGTERM

@@ -17,7 +17,7 @@ def test_two_gpus_train_as_plain_ddp_trains():
         assert fits["backend"] == "nccl"
         torch.testing.assert_close(fits["whole"]["weights"], fits["ddp"]["weights"], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(
-            fits["cut, windows"]["weights"], fits["ddp, windows"]["weights"], rtol=1e-8, atol=1e-10
+            fits["split, windows"]["weights"], fits["ddp, windows"]["weights"], rtol=1e-8, atol=1e-10
         )
 
 

@@ -26,6 +26,22 @@ def alone(name):
     return sharded.alone(name)
 
 
+FAST = {
+    sharded.recovered_shards: ("collective", "backward", "smaller", "validation", "undisturbed"),
+    sharded.recovered: ("backward", "clipping", "smaller", "gathering", "half written", "undisturbed"),
+}
+
+
+@cache
+def shared(function, phases):
+    return on_ranks(function, *phases)
+
+
+def fits_of(function, phase, twin):
+    """Return the fits of a phase and of its undisturbed twin; those of the fast lane share two processes."""
+    return shared(function, FAST[function] if phase in FAST[function] else (phase, twin))
+
+
 def assert_alike(fits, other):
     torch.testing.assert_close(fits["weights"], other["weights"], rtol=0, atol=1e-10)
     assert fits["metrics"] == pytest.approx(other["metrics"], abs=1e-10)
@@ -73,7 +89,7 @@ def test_recomputed_blocks_train_as_kept_ones(hold):
 @pytest.mark.parametrize("phase", some((*REPEATED, "collective", "gathering"), "collective", "backward"))
 def test_ranks_that_hold_shards_leave_and_repeat_a_batch_together(phase):
     phase = phase if phase != "reduction" else "collective"
-    for fits in on_ranks(sharded.recovered_shards, phase, "smaller"):
+    for fits in fits_of(sharded.recovered_shards, phase, "smaller"):
         assert fits[phase]["recoveries"] == 1
         assert fits[phase]["largest"] == fits["smaller"]["largest"] == 2
         assert torch.equal(fits[phase]["weights"], fits["smaller"]["weights"])
@@ -81,7 +97,7 @@ def test_ranks_that_hold_shards_leave_and_repeat_a_batch_together(phase):
 
 @pytest.mark.parametrize("phase", some(("optimizer step", "half written", "validation"), "validation"))
 def test_ranks_that_hold_shards_repeat_updates_alone_and_evaluations_together(phase):
-    for fits in on_ranks(sharded.recovered_shards, phase, "undisturbed"):
+    for fits in fits_of(sharded.recovered_shards, phase, "undisturbed"):
         assert torch.equal(fits[phase]["weights"], fits["undisturbed"]["weights"])
         assert fits[phase]["metrics"] == pytest.approx(fits["undisturbed"]["metrics"])
 
@@ -92,11 +108,11 @@ def test_ranks_that_come_to_different_collectives_end_and_say_why():
         assert "different collectives" in ended.text
 
 
-def test_a_rank_that_is_gone_is_named_by_the_others():
-    for hold in ("parameters", "shards"):
-        first, second = on_ranks(sharded.dying, hold)
-        assert (first.kind, second.kind) == ("RankError", "Gone")
-        assert "rank 1" in first.text
+@pytest.mark.parametrize("hold", some(["parameters", "shards"], "shards"))
+def test_a_rank_that_is_gone_is_named_by_the_others(hold):
+    first, second = on_ranks(sharded.dying, hold)
+    assert (first.kind, second.kind) == ("RankError", "Gone")
+    assert "rank 1" in first.text
 
 
 def test_shards_are_held_where_the_whole_does_not_fit_the_budget():
@@ -114,8 +130,8 @@ def test_ranks_may_split_into_different_sizes():
 
 
 @pytest.mark.parametrize("phase", some(REPEATED, "backward", "clipping"))
-def test_if_one_rank_runs_out_of_memory_all_repeat_the_batch_in_the_same_parts(phase):
-    for fits in on_ranks(sharded.recovered, 2, phase, "smaller"):
+def test_all_repeat_a_batch_in_the_same_micro_batches_if_one_rank_lacks_memory(phase):
+    for fits in fits_of(sharded.recovered, phase, "smaller"):
         assert fits[phase]["recoveries"] == 1
         assert fits[phase]["largest"] == fits["smaller"]["largest"] == 2
         assert torch.equal(fits[phase]["weights"], fits["smaller"]["weights"])
@@ -124,7 +140,7 @@ def test_if_one_rank_runs_out_of_memory_all_repeat_the_batch_in_the_same_parts(p
 
 @pytest.mark.parametrize("phase", some(ALONE, "gathering", "half written"))
 def test_a_rank_whose_update_or_gathering_fails_does_it_again(phase):
-    for fits in on_ranks(sharded.recovered, 2, phase, "undisturbed"):
+    for fits in fits_of(sharded.recovered, phase, "undisturbed"):
         assert torch.equal(fits[phase]["weights"], fits["undisturbed"]["weights"])
         assert fits[phase]["metrics"] == pytest.approx(fits["undisturbed"]["metrics"])
 

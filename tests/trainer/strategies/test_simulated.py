@@ -73,7 +73,7 @@ def undivided():
 @pytest.mark.parametrize(
     ("machine", "version", "budget", "words"),
     [
-        ("m2-16gb", "2.13.0", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
+        slow("m2-16gb", "2.13.0", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
         ("m2-16gb", "2.14.1", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
         ("rtx3060-12gb", None, "40MiB", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."),
         slow("rx6750xt-12gb", None, "40MiB", "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB."),

@@ -9,6 +9,7 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import some
 from tests.support.modules.drawn_kinds import DRAWN, DRAWN_BY_ROW_ON_THE_HOST, REFUSED, RecurrentDropout
 from tests.support.modules.plain import fit
 from tests.support.modules.step_kinds import SAME, Compiled, Kind
@@ -42,7 +43,7 @@ def assert_same(kind, **options):
     return trainer
 
 
-@of_each(SAME)
+@of_each(some(SAME, *SAME[::2]))
 def test_a_step_without_draws_equals_plain_lightning(kind):
     trainer = assert_same(kind)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, some
 from tests.support.modules import split as split_modules
 from tests.support.modules.split import (
     EXPECTED,
@@ -81,9 +81,10 @@ def test_a_module_whose_rows_form_groups_is_refused_with_their_unit():
         run(Grouped)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in SPLIT if kind.__name__ not in RANDOM], ids=lambda kind: kind.__name__
-)
+STEADY = [kind for kind in SPLIT if kind.__name__ not in RANDOM]
+
+
+@pytest.mark.parametrize("kind", some(STEADY, *STEADY[::2]), ids=lambda kind: kind.__name__)
 def test_what_is_accepted_has_the_gradients_of_the_whole_batch(kind):
     _, whole, _ = run(kind, strategy="auto")
     _, split, _ = run(kind)

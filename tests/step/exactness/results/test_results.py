@@ -15,6 +15,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from lightning_unified import MergeRules, MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import crossed, some
 from tests.support.modules.plain import Rows
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -137,6 +138,11 @@ def giving(results, **attributes):
     return type("Gives", (Net,), {"results": staticmethod(results), **attributes})
 
 
+def in_turns(names):
+    """Return each name with one stage."""
+    return [(name, STAGES[turn % len(STAGES)]) for turn, name in enumerate(names)]
+
+
 def assert_same(one, other):
     assert type(one) is type(other)
     if isinstance(one, dict):
@@ -154,8 +160,7 @@ def assert_same(one, other):
         assert one == other
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.parametrize(("name", "stage"), crossed(MERGED, STAGES, fast=in_turns(MERGED)))
 def test_what_can_be_put_together_is_the_whole_batchs(name, stage):
     kind = giving(MERGED[name])
     outputs, logs, _ = run(kind, stage, split=False)
@@ -166,8 +171,7 @@ def test_what_can_be_put_together_is_the_whole_batchs(name, stage):
     assert not [event for event in strategy.events if "no rule merges" in event]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", UNMERGED)
+@pytest.mark.parametrize(("name", "stage"), crossed(UNMERGED, STAGES, fast=in_turns(UNMERGED)))
 def test_what_cannot_be_put_together_is_warned_of_by_name_and_once(name, stage, caplog):
     _, _, strategy = run(giving(UNMERGED[name]), stage, split=True)
 
@@ -242,7 +246,7 @@ class Metrics(Net):
         return out, {}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", some(STAGES, "fit"))
 def test_metrics_are_those_of_whole_batches(stage):
     _, logs, _ = run(Metrics, stage, split=False)
     _, split_logs, _ = run(Metrics, stage, split=True)

@@ -13,7 +13,7 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, slow
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.writing import (
     AddedUp,
@@ -148,7 +148,7 @@ def test_state_that_the_step_writes_is_the_whole_batchs(kind, window):
 
 
 @pytest.mark.parametrize(
-    "kind", [Counter, RunningLoss, RunningMean, Outputs, OutputsByRow, Pending, Kept, InstanceNorm]
+    "kind", [Counter, slow(RunningLoss), RunningMean, Outputs, slow(OutputsByRow), Pending, slow(Kept), InstanceNorm]
 )
 def test_without_the_check_it_is_written_once_a_micro_batch(kind):
     """The negative twin: where nothing is known the writes of micro-batches stay as they come."""

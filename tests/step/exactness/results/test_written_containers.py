@@ -10,6 +10,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import UNWRITTEN, is_known, learn_entry, merge_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.undo.changes import ABSENT
+from tests.support.lanes import crossed
 from tests.support.modules.plain import fit
 from tests.support.modules.writing import Writes
 
@@ -88,8 +89,10 @@ def comparable(kept):
     return round(float(kept), 6)
 
 
-@pytest.mark.parametrize("is_lazy", [False, True], ids=["filled", "made"])
-@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize(
+    ("name", "is_lazy"),
+    crossed(FILLED, [False, True], fast=[*((name, False) for name in FILLED), ("counts in a dict", True)]),
+)
 def test_a_container_holds_what_the_whole_batch_writes(name, is_lazy):
     make, fill = FILLED[name]
     plain = kept_by(make, fill, is_lazy=is_lazy, strategy="auto")

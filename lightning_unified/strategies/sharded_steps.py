@@ -1,0 +1,74 @@
+"""Steps of a module whose parameters FSDP2 shards."""
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_unified.step.sharding.lockstep import KeptShards, inside_root
+from lightning_unified.step.sharding.shards import WholeShards
+from lightning_unified.strategies.ranked import RankedBase
+
+__all__ = ["ShardedSteps"]
+
+
+class ShardedSteps(RankedBase):
+    """Runs training and evaluation steps on whole parameters or on shards, as the ranks hold them."""
+
+    _shards: WholeShards | KeptShards | None
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._gather()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._gather()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Make parameters whole for an evaluation, in which each rank may repeat its own batches."""
+        if isinstance(self._shards, WholeShards):
+            with self.ranks.reporting_errors():
+                self._shards.gather()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stepped("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+
+    def _stepped(self, name: str, context: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        method = getattr(module, name)
+        with context:
+            if isinstance(self._shards, KeptShards):
+                return inside_root(module, method, *args, **kwargs)
+            return method(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        call = partial(self._evaluation_step, "validation_step")
+        return self._evaluated(call, args, kwargs, phase="validation")
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(partial(self._evaluation_step, "test_step"), args, kwargs, phase="test")
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(partial(self._evaluation_step, "predict_step"), args, kwargs, phase="predict")
+
+    def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        contexts = {
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }
+        return self._stepped(name, contexts[name](), args, kwargs)
