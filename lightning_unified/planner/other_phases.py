@@ -22,6 +22,7 @@ from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.errors import UndoError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.ranks.sharded_copy import Sharding
 from lightning_unified.planner.repeats import Twins
 from lightning_unified.planner.search.step_traces import BatchRows, CountedMemory
 from lightning_unified.planner.search.traced_sizes import TracedSizes
@@ -165,8 +166,10 @@ class FirstValidation:
         reason: The decision in words; empty before the first validation batch.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> None:
-        self._trainer, self._policy, self._precision = trainer, policy, precision
+    def __init__(
+        self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str, sharding: Sharding | None = None
+    ) -> None:
+        self._trainer, self._policy, self._precision, self._sharding = trainer, policy, precision, sharding
         self._train_batch: Any = None
         self._largest: tuple[Any, BatchShape | None] | None = None  # light copies, until training has a plan
         self._seen: list[BatchShape] = []
@@ -220,6 +223,7 @@ class FirstValidation:
                 validates=True,
                 train_batch=self._train_batch,
                 is_prepared=self._train_batch is not None,
+                sharding=self._sharding,
             )
             counted = CountedMemory(workspaces=watch.machine is None, allocator=watch.allocator)
             found = plan_validation(

@@ -1,8 +1,6 @@
 """`Trainer(strategy="unified_fsdp")`: one module sharded over several ranks by FSDP2."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -10,11 +8,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.planner.first_batch.sharded import ShardedFirstStep
+from lightning_unified.planner.ranks.fake_group import fake_mesh
+from lightning_unified.planner.ranks.sharded_copy import Sharding
+from lightning_unified.precision import plugin_precision
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.ranks.consensus import Point
@@ -27,9 +28,8 @@ from lightning_unified.step.sharding.lockstep import (
     LockstepOptimization,
 )
 from lightning_unified.step.sharding.shards import WholeShards
-from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
-from lightning_unified.step.sharding.wrapping import is_sharded, materialize, shard, sharded_roots
+from lightning_unified.step.sharding.wrapping import is_sharded, known_wrapping, materialize, shard, sharded_roots
 from lightning_unified.strategies.base import options_among
 from lightning_unified.strategies.ranked import check_start
 from lightning_unified.strategies.shardable import (
@@ -90,6 +90,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         loss_chunk: int | Literal["auto", False] = "auto",
         attention: Literal["auto", "chunked", "torch"] = "auto",
+        predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = True,
         micro_batches: MicroBatchRules | None = None,
@@ -111,7 +112,6 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
             raise ConfigurationError(
                 f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give true or false."
             )
-        predict = False
         options = options_among(locals())
         if hold == "shards":
             refuse_in_lockstep(options)
@@ -120,13 +120,14 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         self._saves_folders = save_distributed_checkpoint
         self._broadcast_buffers = broadcast_buffers
         self._mesh: DeviceMesh | None = None
+        self._fake_mesh: DeviceMesh | None = None
         self._shards = None
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, without what connects it to the other ranks."""
-        return {**super().__getstate__(), "_mesh": None, "_shards": None}
+        return {**super().__getstate__(), "_mesh": None, "_fake_mesh": None, "_shards": None}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -140,7 +141,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         return self._shards.whole_parameters if isinstance(self._shards, WholeShards) else []
 
     @property
-    def holds(self) -> str:
+    def holds(self) -> Literal["parameters", "shards"]:
         """What a rank holds whole during a step: `"parameters"` or `"shards"`."""
         return "shards" if isinstance(self._shards, KeptShards) else "parameters"
 
@@ -153,6 +154,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         super().setup_distributed()
         if self._mesh is None:
             self._mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",))
+            self._fake_mesh = fake_mesh() if self.policy.options.predict else None
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._mesh  # as Lightning's ModelParallelStrategy
 
@@ -196,17 +198,32 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._optimization(trainer)
-        shards, arguments = self._shards, {"ranks": self.ranks, "broadcast_buffers": self._broadcast_buffers}
-        if isinstance(shards, KeptShards):
-            return LockstepOptimization(trainer, self.policy, shards=shards, **arguments)
+        shards = self._shards
         assert shards is not None
-        return WholeOptimization(trainer, self.policy, shards=shards, **arguments)
+        self.first_step = self._planned(trainer, shards) if self.policy.options.predict else None
+        arguments: dict[str, Any] = {"broadcast_buffers": self._broadcast_buffers, "planner": self.first_step}
+        if isinstance(shards, KeptShards):
+            return LockstepOptimization(trainer, self.policy, ranks=self.ranks, shards=shards, **arguments)
+        return WholeOptimization(trainer, self.policy, ranks=self.ranks, shards=shards, **arguments)
+
+    def _planned(self, trainer: L.Trainer, shards: WholeShards | KeptShards) -> ShardedFirstStep:
+        wrapping = known_wrapping(trainer.lightning_module)
+        return ShardedFirstStep(
+            trainer,
+            self.policy,
+            precision=plugin_precision(self.precision_plugin),
+            ranks=self.ranks,
+            shards=shards,
+            sharding=Sharding(devices=self.world_size, hold=self.holds, mesh=self._fake_mesh, wrapping=wrapping),
+        )
 
     @override
     def _evaluation(self, trainer: L.Trainer) -> EvaluationSteps:
-        if isinstance(self._shards, KeptShards):
-            return LockstepEvaluation(trainer, self.policy, ranks=self.ranks, shards=self._shards)
-        return super()._evaluation(trainer)
+        if not isinstance(self._shards, KeptShards):
+            return super()._evaluation(trainer)
+        plans = trainer.state.fn == TrainerFn.FITTING and not self.policy.batches.checks("validate")
+        planner = self.first_step if plans else None
+        return LockstepEvaluation(trainer, self.policy, ranks=self.ranks, shards=self._shards, planner=planner)
 
     def _keeps_shards(self, module: nn.Module) -> bool:
         """Return whether ranks hold shards during a step.
@@ -219,25 +236,6 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         fits = budget is None or bytes_of_whole(module, ranks=self.world_size) <= budget.bytes
         words = self.ranks.meet(Point.DECISION, digest=int(not fits))
         return any(word.digest for word in words)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: L.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step as Lightning does, with a meeting of the ranks between the closure and the first written weight."""
-        assert isinstance(self._loop, ShardedUpdate)
-        module: Any = model or self.lightning_module
-        wrapped = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
-        return optimizer.step(closure=self._loop.updating(wrapped), **kwargs)
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert isinstance(self._loop, ShardedUpdate)
-        if clip_val > 0:
-            self._loop.clip_by_norm(optimizer, float(clip_val))
 
     @override
     def teardown(self) -> None:

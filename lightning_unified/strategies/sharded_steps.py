@@ -1,13 +1,18 @@
 """Steps of a module whose parameters FSDP2 shards."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import lightning as L
+from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.step.sharding.lockstep import KeptShards, inside_root
 from lightning_unified.step.sharding.shards import WholeShards
+from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.strategies.ranked import RankedBase
 
 __all__ = ["ShardedSteps"]
@@ -72,3 +77,22 @@ class ShardedSteps(RankedBase):
             "predict_step": self.precision_plugin.predict_step_context,
         }
         return self._stepped(name, contexts[name](), args, kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: L.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step as Lightning does, with a meeting of the ranks between the closure and the first written weight."""
+        assert isinstance(self._loop, ShardedUpdate)
+        module: Any = model or self.lightning_module
+        wrapped = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)
+        return optimizer.step(closure=self._loop.updating(wrapped), **kwargs)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert isinstance(self._loop, ShardedUpdate)
+        if clip_val > 0:
+            self._loop.clip_by_norm(optimizer, float(clip_val))

@@ -12,7 +12,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.units import format_bytes
 
-__all__ = ["describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes"]
+__all__ = ["describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes", "tensor_bytes"]
 
 # State tensors as large as the parameter, by optimizer class (torch/optim/*.py). SGD's state depends on its momentum.
 _STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
@@ -52,10 +52,10 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
             "memory needs their sizes before the first step. Run them once on an example, in __init__ or in configure_model."
         )
     return {
-        "weights": sum(_bytes(parameter) for parameter in parameters),
-        "gradients": sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        "weights": sum(tensor_bytes(parameter) for parameter in parameters),
+        "gradients": sum(tensor_bytes(parameter) for parameter in parameters if parameter.requires_grad),
         "optimizer state": sum(_optimizer_bytes(optimizer) for optimizer in optimizers),
-        "buffers": sum(_bytes(buffer) for buffer in module.buffers()),
+        "buffers": sum(tensor_bytes(buffer) for buffer in module.buffers()),
     }
 
 
@@ -68,7 +68,7 @@ def metal_heap_bytes(module: torch.nn.Module, *, settings: AllocatorSettings) ->
     """
     pools = pools_of("mps", settings)
     for tensor in (*module.parameters(), *module.buffers()):
-        if count := _bytes(tensor):
+        if count := tensor_bytes(tensor):
             size = pools.rounded(count)
             if pools.reuse(size) is None:
                 pools.place(size, pressed=False)
@@ -151,7 +151,9 @@ def _what_did_not_fit(
 def _gradients(module: torch.nn.Module) -> set[int]:
     """Return the byte sizes of gradients that do not exist yet."""
     return {
-        _bytes(parameter) for parameter in module.parameters() if parameter.requires_grad and parameter.grad is None
+        tensor_bytes(parameter)
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.grad is None
     }
 
 
@@ -169,14 +171,14 @@ def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions
     return any(abs(requested - size) <= _ROUNDING * size for size in sizes)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of `tensor`; those of its parts if it wraps others, as 8-bit formats do.
 
     Of a tensor that is divided over ranks, it is the part on this rank.
     """
     if is_traceable_wrapper_subclass(tensor):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return sum(_bytes(part) for part in parts if isinstance(part, torch.Tensor))
+        return sum(tensor_bytes(part) for part in parts if isinstance(part, torch.Tensor))
     return tensor.numel() * tensor.element_size()
 
 
@@ -186,9 +188,9 @@ def _optimizer_bytes(optimizer: Optimizer) -> int:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             if state:
-                total += sum(_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
+                total += sum(tensor_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
             elif parameter.requires_grad:
-                total += _states(optimizer, group) * _bytes(parameter)
+                total += _states(optimizer, group) * tensor_bytes(parameter)
     return total
 
 

@@ -21,6 +21,7 @@ from lightning_unified.options.loss_chunk import chunk_of
 from lightning_unified.planner.dry_run.compiled_parts import run_as_compiled
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.fake_batch import Template
+from lightning_unified.planner.dry_run.fake_module import fake_module, vocabularies
 from lightning_unified.planner.dry_run.recording import RecordingCallback
 from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
 from lightning_unified.planner.dry_run.strategy import DryRunStrategy
@@ -93,11 +94,11 @@ class FakeFit:
         self._spec, self._templates, self.size, self.world = spec, templates, size, world
         self._settings, self.attends = spec.trainer_settings(), False
         plugin, dtype = _fake_copy_precision(spec.precision, device_type=_DEVICE.type)
-        self._copy = _fake_module(spec, self._shared(), dtype)
+        self._copy = fake_module(spec, self._shared(), dtype, device=_DEVICE)
         self._places = Places(self._copy)
         world.place = self._places.here
         self._recorder = Recorder(
-            backend=spec.backend, place=self._places.here, widths=_vocabularies(self._copy), known=world.known
+            backend=spec.backend, place=self._places.here, widths=vocabularies(self._copy), known=world.known
         )
         if spec.compiled:
             run_as_compiled(self._copy, spec.module, self._recorder)
@@ -234,7 +235,7 @@ class FakeFit:
             micro_batches=given_to(self._spec.trainer),
             roles=self._templates.roles,
             is_prepared=self._spec.is_prepared,
-            copies_weights=self._shards is not None or _copies_weights(self._spec.trainer),
+            copies_weights=_copies_weights(self._spec),
             shards=self._shards,
         )
         strategy.policy.most_chunks = self.size.parts
@@ -264,20 +265,6 @@ class FakeFit:
         return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
 
 
-def _fake_module(spec: StepSpec, shared: list[Any], dtype: torch.dtype | None) -> L.LightningModule:
-    """Return the fake copy of the module, in `dtype`; None keeps each tensor's own."""
-    module = spec.module
-    tensors = [*module.parameters(), *module.buffers()]
-    cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
-    copy = fake_copy(module, device=_DEVICE, cast=cast, shared=shared)
-    copy.configure_callbacks = list  # type: ignore[method-assign]  # the module's own callbacks might write files
-    copy._metric_attributes = None  # Lightning keeps the names of metrics by `id`, which differ in the copy
-    for child in copy.modules():
-        if "_device" in vars(child):
-            child._device = _DEVICE  # type: ignore[assignment]
-    return copy
-
-
 def _may_skip(spec: StepSpec, copy: L.LightningModule, twins: Twins) -> bool:
     """Return whether blocks may be skipped.
 
@@ -294,28 +281,15 @@ def _template(spec: StepSpec, batch: Any, stage: str) -> Template:
     return Template(spec.module, batch, rules, splitter=splitter_of(spec.module, stage, trainer=spec.trainer))
 
 
-def _vocabularies(module: nn.Module) -> set[int]:
-    """Return the sizes of dimensions that mark a tensor as logits.
+def _copies_weights(spec: StepSpec) -> bool:
+    """Return whether the strategy copies weights and optimizer state around each step.
 
-    These are the output size of the widest linear layer and the length of the longest embedding table, each if it is more than four times
-    the other dimension.
+    For a fit that does not run yet, `unified_fsdp` counts with its default, which copies.
     """
-    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    tables = [table for table in module.modules() if isinstance(table, nn.Embedding)]
-    widest = max(linear, key=lambda layer: layer.out_features, default=None)
-    longest = max(tables, key=lambda table: table.num_embeddings, default=None)
-    found: set[int] = set()
-    if longest is not None and longest.num_embeddings > 4 * longest.embedding_dim:
-        found.add(longest.num_embeddings)
-    if widest is not None and widest.out_features > 4 * widest.in_features:
-        found.add(widest.out_features)
-    return found
-
-
-def _copies_weights(trainer: Any) -> bool:
-    """Return whether the live strategy copies weights and optimizer state around each step."""
-    options = getattr(getattr(getattr(trainer, "strategy", None), "policy", None), "options", None)
-    return options is not None and options.recover and options.optimizer_rollback
+    options = getattr(getattr(getattr(spec.trainer, "strategy", None), "policy", None), "options", None)
+    sharding = spec.sharding
+    by_default = sharding is not None and sharding.hold is not None and sharding.mesh is None
+    return by_default or (options is not None and options.recover and options.optimizer_rollback)
 
 
 def _fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:

@@ -48,13 +48,29 @@ class DistributedFirstStep(FirstStep):
 
     Args:
         reduction_bytes: Bytes that each rank holds on its device to average gradients.
+        planning: Makes `planning`, from the arguments of `DistributedPlanning`.
+        others: Further arguments of `FirstStep`.
     """
 
     def __init__(
-        self, trainer: L.Trainer, policy: DistributedPolicy, *, precision: str, ranks: Ranks, reduction_bytes: int
+        self,
+        trainer: L.Trainer,
+        policy: DistributedPolicy,
+        *,
+        precision: str,
+        ranks: Ranks,
+        reduction_bytes: int,
+        planning: "Callable[..., DistributedPlanning] | None" = None,
+        **others: Any,
     ) -> None:
-        planning = partial(DistributedPlanning, ranks=ranks)
-        super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes, planning=planning)
+        super().__init__(
+            trainer,
+            policy,
+            precision=precision,
+            reduction_bytes=reduction_bytes,
+            planning=partial(planning or DistributedPlanning, ranks=ranks),
+            **others,
+        )
 
     @override
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:

@@ -24,6 +24,7 @@ from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.first_batch.predicted_memory import PredictedMemory
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import FirstValidation, with_generation
+from lightning_unified.planner.ranks.sharded_copy import Sharding
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
 from lightning_unified.terminal import activity
@@ -43,6 +44,8 @@ class FirstStep:
     Args:
         reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
         planning: Makes `planning`, from the arguments of `StepPlanning`.
+        budget: Makes `budget`, from the arguments of `StepBudget`.
+        sharding: How the fit shards its module; None trains the whole module on the device.
 
     Attributes:
         budget: The part of the budget that a step may take.
@@ -59,12 +62,14 @@ class FirstStep:
         precision: str,
         reduction_bytes: int = 0,
         planning: Callable[..., StepPlanning] = StepPlanning,
+        budget: Callable[..., StepBudget] = StepBudget,
+        sharding: Sharding | None = None,
     ) -> None:
         self._trainer, self._policy, self._precision = trainer, policy, precision
         self._module = trainer.lightning_module
-        self.budget = StepBudget(trainer, policy, reduction_bytes=reduction_bytes)
+        self.budget = budget(trainer, policy, reduction_bytes=reduction_bytes)
         self.planning = planning(trainer, policy, self.budget, precision=precision)
-        self.validation = FirstValidation(trainer, policy, precision=precision)
+        self.validation = FirstValidation(trainer, policy, precision=precision, sharding=sharding)
         self.memory = PredictedMemory(policy, self.budget, self.planning, self.validation)
         self._kinds = BatchKinds()
         self._batches = 0
@@ -108,9 +113,14 @@ class FirstStep:
             kind = "" if isinstance(error, (DryRunError, MisalignedError)) else f"{type(error).__name__}: "
             why = f"{kind}{error}"
             self.planning.prediction = None
-            with activity("probing batch sizes"):
-                found = probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
-            self.planning.reason = f"not predicted: {why}; {found}"
+            self.planning.reason = f"not predicted: {why}; {self._found_without_plan(batch, shape, step=step, why=why)}"
+
+    def _found_without_plan(
+        self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult], why: str
+    ) -> str:
+        """Find the micro-batch size of a step that cannot be traced; return the outcome in words."""
+        with activity("probing batch sizes"):
+            return probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
 
     def _plan_length(self, batch: Any, shape: BatchShape, *, covered: bool) -> bool:
         """Plan the micro-batch size for another row length; return False if that needs a new plan.

@@ -10,12 +10,14 @@ import lightning as L
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration
+from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.options import CompileCost
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.decide import StepInputs, needs_search
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import outline
+from lightning_unified.planner.ranks.sharded_copy import Sharding
 from lightning_unified.planner.search.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.search.planner import Planner
 from lightning_unified.planner.search.step_traces import CountedMemory, SizeLimits, StepTraces
@@ -34,11 +36,14 @@ def planner_of(
     *,
     calibration: Calibration | None,
     budget: StepBudget,
+    obstacle: str = "",
     rates: Rates | None = None,
+    sharding: Sharding | None = None,
+    link: Link | None = None,
 ) -> Planner:
     """Return the planner of a batch, within the sizes that the policy allows.
 
-    It predicts seconds if it gets `rates`.
+    It predicts seconds if it gets `rates`. A batch with an `obstacle` runs whole. `sharding` and `link` are those of a sharded fit.
     """
     watch, light = policy.watch, outline(batch)
     step = StepSpec(
@@ -48,18 +53,19 @@ def planner_of(
         backend=watch.reading().backend,
         trainer=trainer,
         compiled=watch.machine is None,
+        sharding=sharding,
     )
     limits = SizeLimits(
-        unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
+        unit=None if shape is None or not obstacle else shape.rows,
         least=policy.sizes.least,
         micro_batch_size=policy.sizes.max_micro_batch_size,
     )
     counted = CountedMemory(
         workspaces=watch.machine is None,
-        reduction_bytes=budget.reduction_bytes,
+        reduction_bytes=0 if sharding is not None else budget.reduction_bytes,  # its dry run allocates them
         allocator=watch.allocator,
     )
-    return Planner(StepTraces(step, limits=limits, counted=counted), rates=rates, calibration=calibration)
+    return Planner(StepTraces(step, limits=limits, counted=counted), rates=rates, calibration=calibration, link=link)
 
 
 def gather_inputs(
@@ -71,6 +77,7 @@ def gather_inputs(
     policy: MemoryPolicy,
     speeds: "RunSpeeds",
     rows: int | None,
+    obstacle: str,
     module: str,
 ) -> StepInputs:
     """Return the inputs of the decision, with the result of a search where one is needed.
@@ -83,6 +90,7 @@ def gather_inputs(
         policy: The policy that the plan will be applied to.
         speeds: The speeds of the machine.
         rows: Rows of the batch; None if unknown.
+        obstacle: Why the batch cannot be split; empty if it can.
         module: The name of the module's class.
     """
     limit = budget.left
@@ -96,7 +104,7 @@ def gather_inputs(
         micro_batch_size=policy.sizes.max_micro_batch_size,
         module=module,
         may_try=not budget.kept_bytes,
-        obstacle="" if rows is None else policy.splits.obstacle(rows),
+        obstacle=obstacle,
     )
     return replace(inputs, choice=_searched(planner, inputs, speeds)) if needs_search(inputs) else inputs
 

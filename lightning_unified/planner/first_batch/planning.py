@@ -224,7 +224,8 @@ class StepPlanning:
         )
         log.info("%s", self._policy.events[-1])
 
-    def _planner(self, batch: Any, shape: BatchShape | None) -> Planner:
+    def _planner(self, batch: Any, shape: BatchShape | None, **sharded: Any) -> Planner:
+        """Return the planner of a batch; `sharded` are further arguments of `planner_of`."""
         asks_time = self._policy.compilation.is_open
         return planner_of(
             self._trainer,
@@ -233,8 +234,14 @@ class StepPlanning:
             shape,
             calibration=self.calibration,
             budget=self._budget,
+            obstacle=self._obstacle(shape),
             rates=None if self.speeds is None or not asks_time else self.speeds.rates,
+            **sharded,
         )
+
+    def _obstacle(self, shape: BatchShape | None) -> str:
+        """Return why a batch cannot be split; empty if it can."""
+        return "" if shape is None else self._policy.splits.obstacle(shape.rows)
 
     def _decided(
         self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
@@ -248,6 +255,7 @@ class StepPlanning:
             policy=self._policy,
             speeds=self.speeds,
             rows=None if shape is None else shape.rows,
+            obstacle=self._obstacle(shape),
             module=type(self._trainer.lightning_module).__name__,
         )
         return Decision(planner=planner, inputs=inputs, plan=decide(inputs))

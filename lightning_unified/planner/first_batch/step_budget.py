@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_unified.cost_model.memory.static import static_bytes
+from lightning_unified.cost_model.memory.static import static_bytes, tensor_bytes
 from lightning_unified.planner.dry_run.trainer import tensors_held
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import saves_in_thread
@@ -120,7 +120,7 @@ def held_bytes(trainer: L.Trainer, batch: Any, *, on_host: bool) -> int:
     of_callbacks = {_memory(one) for one in tensors_held(trainer, on_host=on_host)} - {None}
     all_gradients = [one.grad for one in trainer.lightning_module.parameters() if one.grad is not None]
     gradients = [one for one in all_gradients if _memory(one) not in of_callbacks]
-    counted = sum(one.numel() * one.element_size() for one in [*states, *gradients, *tensors_in(batch)])
+    counted = sum(map(tensor_bytes, [*states, *gradients, *tensors_in(batch)]))
     return need["weights"] + need["buffers"] + counted + callback_bytes(trainer, on_host=on_host)
 
 

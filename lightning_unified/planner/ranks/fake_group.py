@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["fake_group"]
+__all__ = ["fake_group", "fake_mesh"]
 
 
 @contextmanager
@@ -36,3 +38,13 @@ def fake_group(devices: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def fake_mesh() -> DeviceMesh:
+    """Return a mesh of this run's ranks, for dry runs of a sharded fit: its collectives transfer nothing.
+
+    All ranks call it together. Each keeps its number, and the groups of the run stay as they are.
+    """
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    group = dist.new_group(backend="fake")
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data_parallel",))

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_unified.cost_model.rates.links import gathered_bytes, reduced_bytes
 from lightning_unified.planner.fake.recorder import Recorder
@@ -20,39 +21,37 @@ __all__ = ["held_shards"]
 
 
 def held_shards(
-    module: L.LightningModule, *, devices: int, whole: bool, recorder: Recorder
+    module: L.LightningModule, mesh: DeviceMesh, *, whole: bool, recorder: Recorder
 ) -> WholeShards | KeptShards:
     """Return what a rank holds during a step; call it inside the fake world.
 
     Args:
         module: The copy.
-        devices: The number of ranks.
+        mesh: The ranks, this one among them.
         whole: Whether it holds whole parameters and gradients, or gathers one block at a time.
         recorder: Takes notes of the collectives.
     """
     roots = sharded_roots(module)
     initialize(roots)
-    ranks: Any = _LoneRank(devices, recorder)
+    ranks: Any = _LoneRank(mesh, recorder)
     shards = WholeShards(module, roots, ranks) if whole else KeptShards(module, roots, ranks)
     recorder.mark([shards.scratch], "communication")
     return shards
 
 
 class _LoneRank:
-    """The first of several ranks, without the others.
+    """One of several ranks, without the others.
 
     Meetings are empty, and collectives leave a note.
 
     Attributes:
-        rank: 0.
+        rank: The number of the rank.
         size: The number of ranks.
         recorder: Takes the notes.
     """
 
-    rank = 0
-
-    def __init__(self, size: int, recorder: Recorder) -> None:
-        self.size, self.recorder = size, recorder
+    def __init__(self, mesh: DeviceMesh, recorder: Recorder) -> None:
+        self.rank, self.size, self.recorder = mesh.get_local_rank(), mesh.size(), recorder
 
     def expect(self, *, parameters: int) -> None:
         """Expect nothing."""

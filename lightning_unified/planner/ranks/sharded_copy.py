@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_unified.cost_model.backends.patching import replaced
@@ -23,7 +23,7 @@ from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.ranks.held import held_shards
 from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
-from lightning_unified.step.sharding.wrapping import is_sharded, shard
+from lightning_unified.step.sharding.wrapping import Wrapping, is_sharded, shard
 
 __all__ = ["Sharding", "resizes_noted", "shard_copy"]
 
@@ -39,22 +39,45 @@ class Sharding:
         devices: The number of ranks.
         hold: `"parameters"` if a rank of `unified_fsdp` holds whole parameters and gradients during a step, `"shards"` if it gathers one
             block at a time; None for FSDP2 alone, without scratch memory and copies for a recovery.
+        mesh: The ranks of a running fit, as `fake_mesh` returns them. None for a module that no strategy has sharded yet, in
+            `fake_group`.
+        wrapping: The groups in which the running fit has sharded its module; None if `configure_model` has sharded it.
     """
 
     devices: int
     hold: Literal["parameters", "shards"] | None = None
+    mesh: DeviceMesh | None = None
+    wrapping: Wrapping | None = None
 
 
 def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder) -> WholeShards | KeptShards | None:
-    """Shard a fake copy over the process group; call it inside `fake_group` and the fake world.
+    """Shard a fake copy over fake ranks; call it inside the fake world.
+
+    Without a mesh of a running fit, call it inside `fake_group` too.
 
     Returns:
         What a rank of `unified_fsdp` holds during a step; None for FSDP2 alone.
 
     Raises:
-        DryRunError: If there is no fake group of that many ranks, or the module is sharded already.
+        DryRunError: If there is no fake group of that many ranks, or the module is sharded in a way that is not known.
     """
-    devices = sharding.devices
+    if sharding.mesh is None:
+        mesh = _shard_before_fit(module, devices=sharding.devices)
+    else:
+        mesh = _shard_as_in_fit(module, sharding, sharding.mesh)
+    for name in _STEPS if isinstance(module, FSDPModule) else ():
+        register_fsdp_forward_method(module, name)
+    whole = sharding.hold == "parameters"
+    held = None if sharding.hold is None else held_shards(module, mesh, whole=whole, recorder=recorder)
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=not whole))  # pyright: ignore[reportArgumentType]
+            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=not whole))  # pyright: ignore[reportArgumentType]
+    return held
+
+
+def _shard_before_fit(module: L.LightningModule, *, devices: int) -> DeviceMesh:
+    """Shard a copy of a module that no strategy has sharded yet, as the strategy will do."""
     if not dist.is_initialized() or dist.get_world_size() != devices or dist.get_backend() != "fake":
         raise DryRunError(
             f"a step of {devices} sharded ranks is traced in a process that is not one of several real ranks."
@@ -67,15 +90,18 @@ def shard_copy(module: L.LightningModule, sharding: Sharding, recorder: Recorder
         module.configure_model()
     if not is_sharded(module):
         shard(module, mesh)
-    for name in _STEPS if isinstance(module, FSDPModule) else ():
-        register_fsdp_forward_method(module, name)
-    whole = sharding.hold == "parameters"
-    held = None if sharding.hold is None else held_shards(module, devices=devices, whole=whole, recorder=recorder)
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.set_custom_all_gather(_NotedAllGather(recorder, overlaps=not whole))  # pyright: ignore[reportArgumentType]
-            child.set_custom_reduce_scatter(_NotedReduceScatter(recorder, overlaps=not whole))  # pyright: ignore[reportArgumentType]
-    return held
+    return mesh
+
+
+def _shard_as_in_fit(module: L.LightningModule, sharding: Sharding, mesh: DeviceMesh) -> DeviceMesh:
+    """Shard a copy of a module that a running fit has sharded; its `configure_model` has run."""
+    if sharding.wrapping is None:
+        raise DryRunError(
+            f"configure_model of {type(module).__name__} shards it, and a dry run knows the groups of unified_fsdp only"
+        )
+    module._device_mesh = mesh
+    shard(module, mesh, sharding.wrapping)
+    return mesh
 
 
 @contextmanager

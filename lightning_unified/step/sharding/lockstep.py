@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_unified.errors import ConfigurationError, RankError, SplitError
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.evaluation import EvaluationSteps
+from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.policy.memory_policy import STAGES
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
@@ -38,7 +39,7 @@ from lightning_unified.step.sharding.iteration import VotedCollectives, reset_it
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["KeptShards", "LockstepEvaluation", "LockstepOptimization", "inside_root"]
+__all__ = ["KeptShards", "LockstepEvaluation", "LockstepOptimization", "inside_root", "split_obstacle"]
 
 
 class KeptShards(Replicas):
@@ -95,8 +96,11 @@ class LockstepOptimization(ShardedUpdate):
         ranks: Ranks,
         shards: KeptShards,
         broadcast_buffers: bool,
+        planner: StepPlanner | None = None,
     ) -> None:
-        super().__init__(trainer, policy, ranks=ranks, replicas=shards, broadcast_buffers=broadcast_buffers)
+        super().__init__(
+            trainer, policy, ranks=ranks, replicas=shards, broadcast_buffers=broadcast_buffers, planner=planner
+        )
         self._shards = shards
 
     @override
@@ -133,8 +137,16 @@ class LockstepEvaluation(EvaluationSteps):
     If one rank has no memory for a batch, all repeat it.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: DistributedPolicy, *, ranks: Ranks, shards: KeptShards) -> None:
-        super().__init__(trainer, policy)
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        policy: DistributedPolicy,
+        *,
+        ranks: Ranks,
+        shards: KeptShards,
+        planner: StepPlanner | None = None,
+    ) -> None:
+        super().__init__(trainer, policy, planner=planner)
         self._ranks, self._shards, self._distributed_policy = ranks, shards, policy
 
     @override
@@ -202,19 +214,26 @@ def refuse_other_collectives(words: Sequence[Word]) -> None:
         )
 
 
-def _refuse_split(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> None:
-    """Raise if batches of a stage cannot be split in lockstep."""
+def split_obstacle(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> SplitError | ConfigurationError | None:
+    """Return the error of a batch of this stage that would be split in lockstep; None if that works."""
     if policy.batches.checks(stage):
-        raise SplitError(
+        return SplitError(
             'hold="shards" cannot check that a batch splits exactly, because each rank would run other passes than the others. Give '
             'check_split=False if the loss is a mean over rows (or scored labels, or as MicroBatchRules say), hold="parameters", or batches '
             "that need no split."
         )
     if encoders_of(trainer, policy, stage) is not None:
-        raise ConfigurationError(
+        return ConfigurationError(
             'hold="shards" cannot run encoders in chunks (MicroBatchRules(encoders=…)): the number of passes would differ between ranks; give '
             'hold="parameters".'
         )
+    return None
+
+
+def _refuse_split(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> None:
+    """Raise if batches of a stage cannot be split in lockstep."""
+    if (error := split_obstacle(trainer, policy, stage)) is not None:
+        raise error
 
 
 @contextmanager

@@ -69,6 +69,11 @@ class WholeShards(Replicas):
         """The whole parameters of the module; they have memory while they are gathered."""
         return [whole for _, whole in self._parameters]
 
+    @property
+    def hidden(self) -> list[Tensor]:
+        """The ranks' shards, if the module has whole parameters in their places now; else none."""
+        return list(self._shards) if self.is_whole else []
+
     def whole(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the whole parameters, whose gradients a backward pass writes, of an optimizer's sharded ones."""
         return [self._whole.get(id(parameter), parameter) for parameter in parameters]

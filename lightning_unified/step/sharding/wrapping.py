@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import find_blocks
 
-__all__ = ["Wrapping", "is_sharded", "materialize", "shard", "sharded_roots", "wrapping_of"]
+__all__ = ["Wrapping", "is_sharded", "known_wrapping", "materialize", "shard", "sharded_roots", "wrapping_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,9 @@ class Wrapping:
 
     blocks: tuple[str, ...]
     reason: str
+
+
+_known: WeakKeyDictionary[nn.Module, Wrapping] = WeakKeyDictionary()
 
 
 def wrapping_of(module: nn.Module) -> Wrapping:
@@ -80,7 +84,13 @@ def shard(
     for name in wrapping.blocks:
         fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    _known[module] = wrapping
     return wrapping
+
+
+def known_wrapping(module: nn.Module) -> Wrapping | None:
+    """Return the wrapping in which `shard` has sharded `module`; None if the module has sharded itself."""
+    return _known.get(module)
 
 
 def is_sharded(module: nn.Module) -> bool:
