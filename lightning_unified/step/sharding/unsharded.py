@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._mode_utils import no_dispatch
 
 __all__ = ["seen_unsharded"]
 
@@ -67,7 +68,8 @@ def _replace(stack: ExitStack, entries: dict[str, Any], name: str, value: Any) -
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same global shape and type, with the same attributes, on the meta device."""
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    found = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    with no_dispatch():  # a real tensor, even in fake-tensor mode
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        found = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     vars(found).update({name: value for name, value in vars(parameter).items() if not name.startswith("_")})
     return found

@@ -28,7 +28,7 @@ def planned() -> dict[str, Any]:
 
     A budget is larger than needed, so small that one rank must recompute, or too small on one rank.
     """
-    _for_certain()
+    for_certain()
     short = _short()
     found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, short)[rank()]), "short": short}
     try:
@@ -40,7 +40,7 @@ def planned() -> dict[str, Any]:
 
 def partly_planned() -> dict[str, Any]:
     """Return a fit in which one rank cannot trace its step."""
-    _for_certain()
+    for_certain()
     plan = DistributedPlanning.plan
     DistributedPlanning.plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
     return _planned(_short())
@@ -66,7 +66,7 @@ def _short() -> int:
     return (fits + too_much) // 2
 
 
-def _for_certain() -> None:
+def for_certain() -> None:
     """Plan at any budget, at speeds that make micro-batches dearer than any recomputation.
 
     The planned heap maps each large tensor separately. With glibc's default, holes between tensors would decide whether a step

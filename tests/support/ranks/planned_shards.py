@@ -1,0 +1,82 @@
+"""Fits of sharded ranks that plan their steps."""
+
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader
+
+from lightning_unified import UnifiedFSDPStrategy
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.dry_run import StepSpec
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.ranks.fake_group import fake_group
+from lightning_unified.planner.ranks.sharded_copy import Sharding
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.planner import Planner
+from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
+from tests.support.ranks.modules import Blocks, rank
+from tests.support.ranks.planned_runs import MAPPED, for_certain
+from tests.support.ranks.sharded import trained
+
+Hold = Literal["parameters", "shards"]
+ROWS = 16
+
+
+class Rows(Blocks):
+    """Blocks whose ranks divide 64 rows."""
+
+    def __init__(self, *, ranks: int = 1, rank: int = 0) -> None:
+        super().__init__()
+        self.part, self.seen = (rank, ranks), []
+
+    def train_dataloader(self):
+        rank, ranks = self.part
+        rows = torch.randn(4 * ROWS, 64, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        return DataLoader(rows[rank::ranks], batch_size=2 * ROWS // ranks)
+
+
+class HoldsHalf(L.Callback):
+    """A device that has memory for half a batch."""
+
+    def on_train_start(self, trainer, module):
+        module.blocks[0][0].register_forward_pre_hook(self._look)
+
+    def _look(self, layer, inputs):
+        if len(inputs[0]) > ROWS // 2 and not isinstance(inputs[0], FakeTensor):
+            raise torch.OutOfMemoryError("a test")
+
+
+def needed(hold: Hold) -> dict[str, Prediction]:
+    """Return predictions of a rank's step in a process that is no rank, by rows and recomputed blocks."""
+    batch = torch.zeros(ROWS, 64, 32, dtype=torch.float64)
+    step = StepSpec(module=Rows().double(), batch=batch, sharding=Sharding(devices=2, hold=hold))
+    counted = CountedMemory(allocator=AllocatorSettings(mmap_threshold=MAPPED))
+    with fake_group(2):
+        planner = Planner(StepTraces(step, counted=counted))
+        return {
+            f"{rows} rows, {blocks or 'no'} blocks": planner.predict(
+                Combination(precision="64-true", recompute=RecomputePolicy(blocks=blocks)), micro_batch_size=rows
+            )
+            for rows in (ROWS, ROWS // 2)
+            for blocks in (0, "all")
+        }
+
+
+def planned(hold: Hold, enough: int, short: int) -> dict[str, Any]:
+    """Return fits in which all ranks have enough memory, or one has less than a batch needs."""
+    for_certain()
+    found: dict[str, Any] = {"enough": _planned(hold, enough)}
+    found["one is short"] = _planned(hold, (enough, short)[rank()], HoldsHalf())
+    found["unplanned"] = _planned(hold, enough, HoldsHalf(), predict=False)
+    return found
+
+
+def _planned(hold: Hold, left: int, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+    StepBudget.left = property(lambda _: left)
+    strategy = UnifiedFSDPStrategy(hold=hold, check_split=hold == "parameters", **options)
+    done = trained(strategy, *callbacks, ranks=2, rank=rank(), kind=Rows)
+    return {**done, "plan": strategy.plan}
