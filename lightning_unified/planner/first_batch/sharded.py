@@ -117,7 +117,7 @@ class ShardedPlanning(DistributedPlanning):
 
 
 class ShardedBudget(StepBudget):
-    """Counts a rank's shards too while the module has whole parameters in their places.
+    """Counts a rank's shards and their gradients too while the module has whole parameters in their places.
 
     Args:
         shards: What this rank holds during a step.
@@ -132,4 +132,5 @@ class ShardedBudget(StepBudget):
     @override
     def _held(self, batch: Any) -> int:
         hidden = self._shards.hidden if isinstance(self._shards, WholeShards) else []
-        return super()._held(batch) + sum(map(tensor_bytes, hidden))
+        gradients = [shard.grad for shard in hidden if shard.grad is not None]
+        return super()._held(batch) + sum(map(tensor_bytes, [*hidden, *gradients]))

@@ -9,6 +9,7 @@ from lightning_unified.cost_model.memory.static import static_bytes, tensor_byte
 from lightning_unified.planner.dry_run.trainer import tensors_held
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import saves_in_thread
+from lightning_unified.step.sharding.rows import local
 from lightning_unified.step.split import tensors_in
 
 __all__ = ["StepBudget", "callback_bytes", "held_bytes"]
@@ -94,7 +95,7 @@ def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
         trainer: The Trainer whose callbacks are counted.
         on_host: Whether tensors on the host count.
     """
-    return sum(one.numel() * one.element_size() for one in tensors_held(trainer, on_host=on_host))
+    return sum(map(tensor_bytes, tensors_held(trainer, on_host=on_host)))
 
 
 def held_bytes(trainer: L.Trainer, batch: Any, *, on_host: bool) -> int:
@@ -125,5 +126,6 @@ def held_bytes(trainer: L.Trainer, batch: Any, *, on_host: bool) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Return the address of a tensor's memory; None for a tensor without memory."""
+    """Return the address of a tensor's memory, of a sharded one that of this rank's rows; None without memory."""
+    tensor = local(tensor)
     return (tensor.untyped_storage().data_ptr() or None) if tensor.layout == torch.strided else None

@@ -20,7 +20,8 @@ from tests.support.ranks.modules import Blocks, rank
 from tests.support.ranks.runs import GIB, MIB, fit, net
 
 MAPPED = 64 * 2**10  # bytes from which the heap that is planned for maps a tensor by itself
-RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1.0)
+SPEEDS = {"flops": {"float32": 1e12}, "bandwidth": 1e11, "launch": 1e-6, "kernel": 1e-6, "part": 1.0}
+RATES = Rates(name="made up", **SPEEDS, sources=dict.fromkeys(SPEEDS, "a test"))
 
 
 def planned() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedFSDPStrategy
@@ -20,6 +21,7 @@ from lightning_unified.planner.search.planner import Planner
 from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
 from tests.support.ranks.modules import Blocks, rank
 from tests.support.ranks.planned_runs import MAPPED, for_certain
+from tests.support.ranks.runs import GIB
 from tests.support.ranks.sharded import trained
 
 Hold = Literal["parameters", "shards"]
@@ -38,6 +40,15 @@ class Rows(Blocks):
         rows = torch.randn(4 * ROWS, 64, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         return DataLoader(rows[rank::ranks], batch_size=2 * ROWS // ranks)
 
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.02, foreach=True)
+
+
+class ShardsItself(Rows):
+    def configure_model(self):
+        if not isinstance(self, FSDPModule):
+            fully_shard(self, mesh=self.device_mesh)
+
 
 class HoldsHalf(L.Callback):
     """A device that has memory for half a batch."""
@@ -50,33 +61,48 @@ class HoldsHalf(L.Callback):
             raise torch.OutOfMemoryError("a test")
 
 
-def needed(hold: Hold) -> dict[str, Prediction]:
+def needed(hold: Hold) -> dict[tuple[int, int | str], Prediction]:
     """Return predictions of a rank's step in a process that is no rank, by rows and recomputed blocks."""
     batch = torch.zeros(ROWS, 64, 32, dtype=torch.float64)
     step = StepSpec(module=Rows().double(), batch=batch, sharding=Sharding(devices=2, hold=hold))
     counted = CountedMemory(allocator=AllocatorSettings(mmap_threshold=MAPPED))
+    sizes: list[tuple[int, Any]] = [(ROWS, 0), (ROWS, "all"), (ROWS // 2, 0), (ROWS // 2, "all")]
     with fake_group(2):
         planner = Planner(StepTraces(step, counted=counted))
         return {
-            f"{rows} rows, {blocks or 'no'} blocks": planner.predict(
+            (rows, blocks): planner.predict(
                 Combination(precision="64-true", recompute=RecomputePolicy(blocks=blocks)), micro_batch_size=rows
             )
-            for rows in (ROWS, ROWS // 2)
-            for blocks in (0, "all")
+            for rows, blocks in sizes
         }
 
 
-def planned(hold: Hold, enough: int, short: int) -> dict[str, Any]:
-    """Return fits in which all ranks have enough memory, or one has less than a batch needs."""
+def planned(hold: Hold, whole: int, half: int) -> dict[str, Any]:
+    """Return fits in which ranks have memory for a batch, for a recomputed one, or one rank for half of one."""
     for_certain()
-    found: dict[str, Any] = {"enough": _planned(hold, enough)}
-    found["one is short"] = _planned(hold, (enough, short)[rank()], HoldsHalf())
-    found["unplanned"] = _planned(hold, enough, HoldsHalf(), predict=False)
-    return found
+    unchecked = {"hold": hold, "check_split": hold == "parameters"}
+    return {
+        "enough": _planned(GIB, hold=hold),
+        "recomputed": _planned(whole, hold=hold),
+        "one is short": _planned((GIB, half)[rank()], HoldsHalf(), **unchecked),
+        "unplanned": _planned(GIB, HoldsHalf(), predict=False, **unchecked),
+        "shards itself": _planned(GIB, kind=ShardsItself, hold=hold),
+    }
 
 
-def _planned(hold: Hold, left: int, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+def _planned(left: int, *callbacks: L.Callback, kind: type[Any] = Rows, **options: Any) -> dict[str, Any]:
     StepBudget.left = property(lambda _: left)
-    strategy = UnifiedFSDPStrategy(hold=hold, check_split=hold == "parameters", **options)
-    done = trained(strategy, *callbacks, ranks=2, rank=rank(), kind=Rows)
-    return {**done, "plan": strategy.plan}
+    strategy, held = UnifiedFSDPStrategy(**options), Held()
+    done = trained(strategy, held, *callbacks, ranks=2, rank=rank(), kind=kind)
+    return {**done, "plan": strategy.plan, "held": held.bytes}
+
+
+class Held(L.Callback):
+    """Notes before each batch how many bytes the plan counts as held by the step."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        if trainer.strategy.first_step is not None:
+            self.bytes.append(trainer.strategy.first_step.budget._held(()))
