@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,5 +47,5 @@ def fake_mesh() -> DeviceMesh:
     All ranks call it together. Each keeps its number, and the groups of the run stay as they are.
     """
     import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    group = dist.new_group(backend="fake")
+    group = cast("dist.ProcessGroup", dist.new_group(backend="fake"))
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data_parallel",))
