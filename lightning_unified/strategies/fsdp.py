@@ -29,7 +29,14 @@ from lightning_unified.step.sharding.lockstep import (
 )
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
-from lightning_unified.step.sharding.wrapping import is_sharded, known_wrapping, materialize, shard, sharded_roots
+from lightning_unified.step.sharding.wrapping import (
+    is_sharded,
+    known_wrapping,
+    materialize,
+    note_wrapping,
+    shard,
+    sharded_roots,
+)
 from lightning_unified.strategies.base import options_among
 from lightning_unified.strategies.ranked import check_start
 from lightning_unified.strategies.shardable import (
@@ -171,6 +178,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
             if not is_sharded(module):
                 copy_from_first(module, self.ranks)
                 shard(module, self.device_mesh)
+            note_wrapping(module)
             materialize(module, self.root_device)
             refuse_placements(module)
         super().setup(trainer)

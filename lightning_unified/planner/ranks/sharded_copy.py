@@ -41,7 +41,8 @@ class Sharding:
             block at a time; None for FSDP2 alone, without scratch memory and copies for a recovery.
         mesh: The ranks of a running fit, as `fake_mesh` returns them. None for a module that no strategy has sharded yet, in
             `fake_group`.
-        wrapping: The groups in which the running fit has sharded its module; None if `configure_model` has sharded it.
+        wrapping: The groups in which the running fit has sharded its module; None if `configure_model` has sharded it in a way that
+            is not known.
     """
 
     devices: int
@@ -97,7 +98,8 @@ def _shard_as_in_fit(module: L.LightningModule, sharding: Sharding, mesh: Device
     """Shard a copy of a module that a running fit has sharded; its `configure_model` has run."""
     if sharding.wrapping is None:
         raise DryRunError(
-            f"configure_model of {type(module).__name__} shards it, and a dry run knows the groups of unified_fsdp only"
+            f"configure_model of {type(module).__name__} shards it in a way that a dry run does not repeat: it gives fully_shard more than a "
+            "mesh, or leaves the module itself out"
         )
     module._device_mesh = mesh
     shard(module, mesh, sharding.wrapping)

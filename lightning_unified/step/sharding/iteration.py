@@ -10,13 +10,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_unified.step.ranks.consensus import Ranks
 
-__all__ = ["VotedCollectives", "hold_whole", "initialize", "reset_iteration", "set_collectives"]
+__all__ = ["VotedCollectives", "groups_of", "hold_whole", "initialize", "reset_iteration", "set_collectives"]
+
+
+def groups_of(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of the sharded modules in `module`, each after those in it; the last one is `module` itself, `""`.
+
+    Call it before `hold_whole`. None if `module` itself is not sharded, or one of them with other options than a mesh.
+    """
+    sharded = [(name, child) for name, child in module.named_modules() if isinstance(child, FSDPModule)]
+    if not isinstance(module, FSDPModule) or not all(_has_defaults(child._get_fsdp_state()) for _, child in sharded):
+        return None
+    return tuple(name for name, _ in reversed(sharded))
+
+
+def _has_defaults(state: Any) -> bool:
+    """Return whether a group holds one module and has torch's own options."""
+    return (
+        len(state._modules) == 1
+        and getattr(state, "_auto_reshard_after_forward", None) is True  # torch below 2.13 may not tell
+        and state._mp_policy == MixedPrecisionPolicy()
+        and all(type(group.offload_policy) is OffloadPolicy for group in _groups(state))
+    )
 
 
 def initialize(roots: Iterable[FSDPModule]) -> None:

@@ -12,8 +12,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.step.sharding.iteration import groups_of
 
-__all__ = ["Wrapping", "is_sharded", "known_wrapping", "materialize", "shard", "sharded_roots", "wrapping_of"]
+__all__ = [
+    "Wrapping",
+    "is_sharded",
+    "known_wrapping",
+    "materialize",
+    "note_wrapping",
+    "shard",
+    "sharded_roots",
+    "wrapping_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +99,14 @@ def shard(
 
 
 def known_wrapping(module: nn.Module) -> Wrapping | None:
-    """Return the wrapping in which `shard` has sharded `module`; None if the module has sharded itself."""
+    """Return the wrapping in which `module` is sharded; None if a module has sharded itself in a way that is not known."""
     return _known.get(module)
+
+
+def note_wrapping(module: nn.Module) -> None:
+    """Note how a module has sharded itself, for dry runs; call it before ranks hold whole parameters."""
+    if module not in _known and (groups := groups_of(module)) is not None:
+        _known[module] = Wrapping(blocks=groups[:-1], reason="as configure_model shards it")
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Fits of sharded ranks that plan their steps."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -45,9 +45,20 @@ class Rows(Blocks):
 
 
 class ShardsItself(Rows):
+    """Shards each block, and its layer by itself."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
     def configure_model(self):
         if not isinstance(self, FSDPModule):
-            fully_shard(self, mesh=self.device_mesh)
+            for block in self.blocks:
+                fully_shard(block[0], mesh=self.device_mesh, **self.options)
+                fully_shard(block, mesh=self.device_mesh, **self.options)
+            fully_shard(self, mesh=self.device_mesh, **self.options)
+
+
+class ShardsItsWay(ShardsItself):
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
 
 
 class HoldsHalf(L.Callback):
@@ -61,10 +72,10 @@ class HoldsHalf(L.Callback):
             raise torch.OutOfMemoryError("a test")
 
 
-def needed(hold: Hold) -> dict[tuple[int, int | str], Prediction]:
+def needed(hold: Hold, kind: type[Rows] = Rows) -> dict[tuple[int, int | str], Prediction]:
     """Return predictions of a rank's step in a process that is no rank, by rows and recomputed blocks."""
     batch = torch.zeros(ROWS, 64, 32, dtype=torch.float64)
-    step = StepSpec(module=Rows().double(), batch=batch, sharding=Sharding(devices=2, hold=hold))
+    step = StepSpec(module=kind().double(), batch=batch, sharding=Sharding(devices=2, hold=hold))
     counted = CountedMemory(allocator=AllocatorSettings(mmap_threshold=MAPPED))
     sizes: list[tuple[int, Any]] = [(ROWS, 0), (ROWS, "all"), (ROWS // 2, 0), (ROWS // 2, "all")]
     with fake_group(2):
@@ -87,6 +98,7 @@ def planned(hold: Hold, whole: int, half: int) -> dict[str, Any]:
         "one is short": _planned((GIB, half)[rank()], HoldsHalf(), **unchecked),
         "unplanned": _planned(GIB, HoldsHalf(), predict=False, **unchecked),
         "shards itself": _planned(GIB, kind=ShardsItself, hold=hold),
+        "shards its way": _planned(GIB, kind=ShardsItsWay, hold=hold),
     }
 
 

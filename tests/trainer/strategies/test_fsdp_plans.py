@@ -73,11 +73,19 @@ def test_ranks_recompute_where_whole_batches_fit_so(hold):
 
 
 @both
-def test_a_module_that_shards_itself_trains_unplanned_and_says_so(hold):
+def test_a_module_that_shards_itself_is_planned_as_it_does(hold):
+    peak = planned_shards.needed(hold, planned_shards.ShardsItself)[ROWS, 0].peak_bytes
     for fits in planned(hold):
-        own = fits["shards itself"]
+        assert fits["shards itself"]["plan"].prediction.peak_bytes == peak
+        assert_trained_as_alone(fits["shards itself"])
+
+
+@both
+def test_a_module_that_shards_itself_in_other_ways_trains_unplanned_and_says_so(hold):
+    for fits in planned(hold):
+        own = fits["shards its way"]
         assert own["plan"].prediction is None
-        assert len([event for event in own["events"] if "configure_model of ShardsItself shards it" in event]) == 1
+        assert len([event for event in own["events"] if "configure_model of ShardsItsWay shards it" in event]) == 1
         assert_trained_as_alone(own)
 
 
