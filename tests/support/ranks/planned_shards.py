@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run import StepSpec
@@ -22,7 +23,7 @@ from lightning_unified.planner.search.step_traces import CountedMemory, StepTrac
 from tests.support.ranks.modules import Blocks, rank
 from tests.support.ranks.planned_runs import MAPPED, for_certain
 from tests.support.ranks.runs import GIB
-from tests.support.ranks.sharded import trained
+from tests.support.ranks.sharded import SETTINGS, Deep, trained
 
 Hold = Literal["parameters", "shards"]
 ROWS = 16
@@ -99,13 +100,25 @@ def planned(hold: Hold, whole: int, half: int) -> dict[str, Any]:
         "unplanned": _planned(GIB, HoldsHalf(), predict=False, **unchecked),
         "shards itself": _planned(GIB, kind=ShardsItself, hold=hold),
         "shards its way": _planned(GIB, kind=ShardsItsWay, hold=hold),
+        "validates": _planned(GIB, kind=Deep, fit=SETTINGS["clipped windows"], **unchecked),
+        "refused": _refused(hold),
     }
 
 
-def _planned(left: int, *callbacks: L.Callback, kind: type[Any] = Rows, **options: Any) -> dict[str, Any]:
+def _refused(hold: Hold) -> str:
+    try:
+        _planned(100_000, hold=hold)
+    except LightningUnifiedError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def _planned(
+    left: int, *callbacks: L.Callback, kind: type[Any] = Rows, fit: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     StepBudget.left = property(lambda _: left)
     strategy, held = UnifiedFSDPStrategy(**options), Held()
-    done = trained(strategy, held, *callbacks, ranks=2, rank=rank(), kind=kind)
+    done = trained(strategy, held, *callbacks, ranks=2, rank=rank(), kind=kind, **(fit or {}))
     return {**done, "plan": strategy.plan, "held": held.bytes}
 
 

@@ -9,7 +9,7 @@ from tests.support.lanes import some
 from tests.support.ranks import planned_shards
 from tests.support.ranks.planned_shards import ROWS
 from tests.support.ranks.processes import on_ranks
-from tests.support.ranks.sharded import trained
+from tests.support.ranks.sharded import SETTINGS, trained
 
 both = pytest.mark.parametrize("hold", some(["parameters", "shards"], "parameters", "shards"))
 
@@ -97,3 +97,21 @@ def test_shards_and_whole_parameters_count_as_held_by_the_step(hold):
         scratch = fits["enough"]["held"][0] - parameters
         assert scratch == 2**20
         assert fits["enough"]["held"][1] == pytest.approx(parameters + scratch + 3 * whole // 2, abs=100)
+
+
+@both
+def test_validations_are_planned_with_the_step(hold):
+    weights = trained("auto", ranks=1, rank=0, **SETTINGS["clipped windows"])["weights"]
+    for fits in planned(hold):
+        validation = fits["validates"]["plan"].prediction.validation
+        assert (validation.rows, validation.parts) == (4, 1)
+        assert validation.peak_bytes < fits["validates"]["plan"].prediction.peak_bytes
+        torch.testing.assert_close(fits["validates"]["weights"], weights, rtol=0, atol=1e-10)
+
+
+@both
+def test_a_budget_below_every_plan_is_refused_before_the_first_update(hold):
+    why = 'hold="shards" cannot check that a batch splits exactly'
+    for fits in planned(hold):
+        assert "no plan fits" in fits["refused"]
+        assert (why in fits["refused"]) == (hold == "shards")
