@@ -86,7 +86,7 @@ class ShardedSteps(RankedBase):
         model: L.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step as Lightning does, with a meeting of the ranks between the closure and the first written weight."""
+        """Step as Lightning does, and let the ranks meet before the first written weight."""
         assert isinstance(self._loop, ShardedUpdate)
         module: Any = model or self.lightning_module
         wrapped = partial(self.precision_plugin._wrap_closure, module, optimizer, closure)

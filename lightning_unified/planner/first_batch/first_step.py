@@ -118,7 +118,7 @@ class FirstStep:
     def _found_without_plan(
         self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult], why: str
     ) -> str:
-        """Find the micro-batch size of a step that cannot be traced; return the outcome in words."""
+        """Find the micro-batch size of a step that cannot be traced; return how, in words."""
         with activity("probing batch sizes"):
             return probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
 

@@ -30,7 +30,7 @@ log = logging.getLogger("lightning_unified")
 
 
 class ShardedFirstStep(DistributedFirstStep):
-    """Plans the step of a rank that holds a part of each parameter; all ranks agree as copies do.
+    """Plans the step of a rank that holds a part of each parameter; all ranks agree on one plan.
 
     Args:
         shards: What this rank holds during a step.
@@ -117,7 +117,7 @@ class ShardedPlanning(DistributedPlanning):
 
 
 class ShardedBudget(StepBudget):
-    """Counts a rank's shards and their gradients too while the module has whole parameters in their places.
+    """Counts a rank's shards and their gradients too, while the module shows whole parameters.
 
     Args:
         shards: What this rank holds during a step.

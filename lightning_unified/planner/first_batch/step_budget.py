@@ -126,6 +126,6 @@ def held_bytes(trainer: L.Trainer, batch: Any, *, on_host: bool) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Return the address of a tensor's memory, of a sharded one that of this rank's rows; None without memory."""
+    """Return the address of a tensor's memory on this rank; None if it has none."""
     tensor = local(tensor)
     return (tensor.untyped_storage().data_ptr() or None) if tensor.layout == torch.strided else None

@@ -42,9 +42,9 @@ def fake_group(devices: int) -> Iterator[None]:
 
 
 def fake_mesh() -> DeviceMesh:
-    """Return a mesh of this run's ranks, for dry runs of a sharded fit: its collectives transfer nothing.
+    """Return a mesh of this run's ranks whose collectives transfer nothing.
 
-    All ranks call it together. Each keeps its number, and the groups of the run stay as they are.
+    Dry runs of a sharded fit use it. All ranks call it together. Each keeps its number, and the groups of the run stay as they are.
     """
     import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     group = cast("dist.ProcessGroup", dist.new_group(backend="fake"))

@@ -95,7 +95,7 @@ def _shard_before_fit(module: L.LightningModule, *, devices: int) -> DeviceMesh:
 
 
 def _shard_as_in_fit(module: L.LightningModule, sharding: Sharding, mesh: DeviceMesh) -> DeviceMesh:
-    """Shard a copy of a module that a running fit has sharded; its `configure_model` has run."""
+    """Shard a copy as a running fit has sharded its module, whose `configure_model` has run."""
     if sharding.wrapping is None:
         raise DryRunError(
             f"configure_model of {type(module).__name__} shards it in a way that a dry run does not repeat: it gives fully_shard more than a "

@@ -20,7 +20,7 @@ __all__ = ["VotedCollectives", "groups_of", "hold_whole", "initialize", "reset_i
 
 
 def groups_of(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the sharded modules in `module`, each after those in it; the last one is `module` itself, `""`.
+    """Return the names of all sharded modules, the inner ones first and the root's, `""`, last.
 
     Call it before `hold_whole`. None if `module` itself is not sharded, or one of them with other options than a mesh.
     """

@@ -215,7 +215,7 @@ def refuse_other_collectives(words: Sequence[Word]) -> None:
 
 
 def split_obstacle(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> SplitError | ConfigurationError | None:
-    """Return the error of a batch of this stage that would be split in lockstep; None if that works."""
+    """Return why batches of a stage cannot be split in lockstep, as an error; None if they can."""
     if policy.batches.checks(stage):
         return SplitError(
             'hold="shards" cannot check that a batch splits exactly, because each rank would run other passes than the others. Give '

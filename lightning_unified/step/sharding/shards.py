@@ -71,7 +71,7 @@ class WholeShards(Replicas):
 
     @property
     def hidden(self) -> list[Tensor]:
-        """The ranks' shards, if the module has whole parameters in their places now; else none."""
+        """This rank's shards while the module has whole parameters in their places; else none."""
         return list(self._shards) if self.is_whole else []
 
     def whole(self, parameters: Iterable[Tensor]) -> list[Tensor]:

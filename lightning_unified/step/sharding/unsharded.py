@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._mode_utils import no_dispatch
 
 __all__ = ["seen_unsharded"]
 
 _FSDP = "torch.distributed.fsdp."
+_STATES = "__composable_api"  # prefix of the attributes in which `fully_shard` keeps its state (torch 2.13)
 _ABSENT = object()
 
 
@@ -42,7 +42,7 @@ def seen_unsharded(module: nn.Module) -> Iterator[None]:
 
 def _hidden(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that FSDP2 has changed, with their values before."""
-    found: dict[str, Any] = {name: _ABSENT for name in (STATE_KEY, REGISTRY_KEY) if name in attributes}
+    found: dict[str, Any] = {name: _ABSENT for name in attributes if name.startswith(_STATES)}
     for name, hooks in attributes.items():
         if name.endswith("_hooks") and isinstance(hooks, dict):
             own = {key: hook for key, hook in hooks.items() if not _is_of_fsdp(hook)}
@@ -67,7 +67,7 @@ def _replace(stack: ExitStack, entries: dict[str, Any], name: str, value: Any) -
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of the same global shape and type, with the same attributes, on the meta device."""
+    """Return a parameter like `parameter` on the meta device, of its global shape."""
     with no_dispatch():  # a real tensor, even in fake-tensor mode
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         found = nn.Parameter(whole, requires_grad=parameter.requires_grad)

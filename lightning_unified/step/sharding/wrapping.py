@@ -99,12 +99,15 @@ def shard(
 
 
 def known_wrapping(module: nn.Module) -> Wrapping | None:
-    """Return the wrapping in which `module` is sharded; None if a module has sharded itself in a way that is not known."""
+    """Return the wrapping of a sharded module; None if its `configure_model` chose another one."""
     return _known.get(module)
 
 
 def note_wrapping(module: nn.Module) -> None:
-    """Note how a module has sharded itself, for dry runs; call it before ranks hold whole parameters."""
+    """Note how a module has sharded itself, for dry runs.
+
+    Call it before ranks hold whole parameters.
+    """
     if module not in _known and (groups := groups_of(module)) is not None:
         _known[module] = Wrapping(blocks=groups[:-1], reason="as configure_model shards it")
 
