@@ -8,7 +8,9 @@ from lightning_unified.errors import ConfigurationError
 
 
 def config(name):
-    return OmegaConf.create({"trainer": {"strategy": name}, "memory": {"budget": "1GiB", "predict": True}})
+    return OmegaConf.create(
+        {"trainer": {"strategy": name}, "memory": {"budget": "1GiB", "predict": True, "compile": False}}
+    )
 
 
 def test_a_name_may_say_what_ranks_hold():
@@ -17,6 +19,7 @@ def test_a_name_may_say_what_ranks_hold():
     assert strategy == {
         "_target_": "lightning_unified.strategies.UnifiedFSDPStrategy",
         "budget": "1GiB",
+        "predict": True,
         "hold": "shards",
     }
 
