@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 from functools import cache
 from pathlib import Path
@@ -193,9 +194,17 @@ def test_a_folder_without_one_of_its_files_is_named(folder, name):
 @pytest.mark.parametrize("damage", ["cut short", "noise"])
 def test_a_damaged_folder_is_named(folder, name, damage):
     content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: len(content) // 2] if damage == "cut short" else os.urandom(len(content)))
+    (folder / name).write_bytes(
+        content[: len(content) // 2] if damage == "cut short" else random.randbytes(len(content))
+    )
 
     with pytest.raises(CheckpointError, match=r"last\.ckpt is not a whole distributed checkpoint"):
+        load(folder)
+
+
+def test_a_record_that_announces_more_bytes_than_exist_is_damaged(folder):
+    (folder / ".metadata").write_bytes(b"\x80\x05\x96" + 8 * b"\xff")  # a bytearray of 2**64 - 1 bytes
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged \(OverflowError\)"):
         load(folder)
 
 
