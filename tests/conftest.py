@@ -66,6 +66,7 @@ LONG = {
     "test_conf.py",
     "test_lightning_hooks.py",
     "test_fsdp.py",
+    "test_fsdp_checkpoints.py",
     "test_torchrun.py",
     "test_trust.py",
     "test_attention.py",
