@@ -5,6 +5,7 @@ Each test has one thread, and leaves random state, environment and working direc
 
 import functools
 import gc
+import logging
 import os
 import random
 import signal
@@ -46,6 +47,9 @@ _STATE = tempfile.TemporaryDirectory(prefix="lightning-unified-state-")  # remov
 os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = _STATE.name  # no test writes to the home
 os.environ["LIGHTNING_UNIFIED_CACHE"] = _STATE.name
 
+_LEVELS = {
+    name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified")
+}
 
 # Files of many seconds: they run first, so that no worker has a long one left when the others are done.
 LONG = {
@@ -62,6 +66,7 @@ LONG = {
     "test_conf.py",
     "test_lightning_hooks.py",
     "test_fsdp.py",
+    "test_fsdp_checkpoints.py",
     "test_torchrun.py",
     "test_trust.py",
     "test_attention.py",
@@ -94,11 +99,13 @@ def _small_heap():
 def _same_world_after(monkeypatch):
     """Start each test from seed 0 and restore the process state.
 
-    That is the environment, generators and default dtype.
+    That is the environment, the levels of loggers, generators and default dtype.
     """
     environment, directory, dtype = dict(os.environ), os.getcwd(), torch.get_default_dtype()
     random.seed(0)
     torch.manual_seed(0)
+    for name, level in _LEVELS.items():  # before the test: a fixture of its file may have trained quietly
+        logging.getLogger(name).setLevel(level)
     yield
     assert torch.get_default_dtype() == dtype, "the test changed the default dtype"
     monkeypatch.undo()

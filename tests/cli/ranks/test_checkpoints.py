@@ -37,6 +37,7 @@ def consolidated(folder):
     return torch.load(f"{folder}.ckpt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_was_never_stopped(here):
     train(here, "resume=run", "trainer.max_steps=4")
     train(here, FSDP, *TINY, "trainer.max_steps=4", "run_dir=straight")

@@ -40,6 +40,7 @@ def weights_of(folder):
     return torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 def test_slurms_signal_to_one_rank_saves_on_all_and_requeues_the_job_once(slurm, tmp_path):
     done = stopped(slurm("trainer.max_steps=100000"), tmp_path, (signal.SIGUSR1, 1))
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -89,7 +89,8 @@ def test_sigterm_to_one_rank_saves_on_all_and_ends_them_with_143(tmp_path):
     assert {each.figures.directory for each in watched} == {str(tmp_path / "run")}
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 0])
 def test_a_killed_rank_ends_the_others_with_the_command_to_go_on(tmp_path, lost):
     ranks = Launched(
         DDP, *TINY, "trainer.max_steps=100000", "callbacks.checkpoint.every_n_steps=1", "run_dir=run", cwd=tmp_path

@@ -40,6 +40,7 @@ def test_a_run_says_what_it_read_and_tests_the_best_weights_at_its_end(command, 
     assert json.loads((tmp_path / "run/plots/test.json").read_text())["rows"] == 8
 
 
+@pytest.mark.slow
 def test_after_a_test_the_files_still_say_how_the_training_ran(command, tmp_path):
     pytest.importorskip("transformers")
     assert command(*CLASSIFIER, *OFTEN, "trainer.max_steps=2", "memory.micro_batch_size=2").code == 0

@@ -137,6 +137,7 @@ def test_the_hardware_is_found_where_none_is_named(command, tiny):
     assert "hardware=auto found hardware=" in done.out
 
 
+@pytest.mark.slow
 def test_another_strategy_of_lightning_can_be_compared_with(command, tiny, tmp_path):
     done = command("trainer.strategy=auto", "trainer.max_steps=2", "run_dir=run", *tiny)
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -27,6 +27,7 @@ def losses(folder):
     }
 
 
+@pytest.mark.slow
 def test_optuna_finds_the_run_of_the_least_validation_loss(sweep, tmp_path):
     pytest.importorskip("optuna", minversion="4")
     done = sweep(

@@ -190,6 +190,7 @@ def test_the_first_batch_holds_the_longest_rows_by_which_memory_is_planned(data)
     assert scored.sum(1).amax() == max(len(ids) for ids in rows._completions)
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_gets_all_it_needs_without_lightning(data):
     code = "import pickle, sys; pickle.load(sys.stdin.buffer); print('lightning' in sys.modules, 'transformers' in sys.modules)"
     found = subprocess.run(

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning_unified import AtomicCheckpointIO, UnifiedFSDPStrategy
 from lightning_unified.errors import CheckpointError, ConfigurationError
 from lightning_unified.files.atomic import put_back
 from lightning_unified.models.plain_checkpoint import read_plain
-from tests.support.lanes import crossed, slow
+from tests.support.lanes import crossed, slow, some
 from tests.support.ranks import saved, sharded
 from tests.support.ranks.processes import on_ranks
 
@@ -65,7 +66,7 @@ def folder(made, tmp_path):
 
 @pytest.mark.parametrize(
     ("hold", "distributed", "size"),
-    crossed(["parameters", "shards"], [True, False], [2, 4], fast=[("parameters", True, 2), ("shards", True, 2)]),
+    crossed(["parameters", "shards"], [True, False], [2, 4], fast=[("shards", True, 2)]),
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hold, distributed, size):
     arguments = {**saved.HOLDS[hold], "save_distributed_checkpoint": distributed}
@@ -81,7 +82,7 @@ def test_each_rank_writes_its_own_rows(made):
     assert 0.5 < second / first < 2
 
 
-@pytest.mark.parametrize("hold", ["parameters", "shards"])
+@pytest.mark.parametrize("hold", some(["parameters", "shards"], "shards"))
 def test_a_folder_holds_the_same_bits_as_a_file(tmp_path, hold):
     for fits in on_ranks(saved.both_forms, str(tmp_path), hold):
         assert fits["steps"] == 6
@@ -193,9 +194,17 @@ def test_a_folder_without_one_of_its_files_is_named(folder, name):
 @pytest.mark.parametrize("damage", ["cut short", "noise"])
 def test_a_damaged_folder_is_named(folder, name, damage):
     content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: len(content) // 2] if damage == "cut short" else os.urandom(len(content)))
+    (folder / name).write_bytes(
+        content[: len(content) // 2] if damage == "cut short" else random.randbytes(len(content))
+    )
 
     with pytest.raises(CheckpointError, match=r"last\.ckpt is not a whole distributed checkpoint"):
+        load(folder)
+
+
+def test_a_record_that_announces_more_bytes_than_exist_is_damaged(folder):
+    (folder / ".metadata").write_bytes(b"\x80\x05\x96" + 8 * b"\xff")  # a bytearray of 2**64 - 1 bytes
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged \(OverflowError\)"):
         load(folder)
 
 

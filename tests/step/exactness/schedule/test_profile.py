@@ -90,6 +90,7 @@ def test_news_that_was_not_checked_stays_news():
     assert profiles.news(facts_of(SEEN, 8)) == profiles.news(facts_of(SEEN, 8)) != frozenset()
 
 
+@pytest.mark.slow
 def test_random_batches_bring_news_ever_more_rarely():
     generator, profiles, checks = torch.Generator().manual_seed(0), BatchProfiles(), []
     for number in range(2000):
