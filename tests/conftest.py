@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities import registry
 
 gc.disable()  # until all test files are imported: collections over the growing heap take a sixth of that time
@@ -25,6 +26,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell that starts the tests in the background ignores SIGINT; children and handlers would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test asserts wall time, and a busy machine draws slowly.
+settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: each core has a worker already
