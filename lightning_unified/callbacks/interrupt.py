@@ -161,7 +161,8 @@ class GracefulInterrupt(Callback):
             say(
                 f"Stopped by {self.signal.name} after step {trainer.global_step}. Saved {self._saved}\nGo on with: {command}"
             )
-        self._ask_requeue(trainer)
+        if self._requeue is not None and self.signal == self._requeue.signal:
+            self.is_requeued = self._requeue.ask_on_rank_0(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -175,16 +176,6 @@ class GracefulInterrupt(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._running = False
         self._hand_back()
-
-    def _ask_requeue(self, trainer: Trainer) -> None:
-        """Requeue the job if its scheduler's signal stopped it; all ranks know whether it worked."""
-        if self._requeue is None or self.signal != self._requeue.signal:
-            return
-        failure = self._requeue.ask() if trainer.is_global_zero else None
-        failure = trainer.strategy.broadcast(failure) if trainer.world_size > 1 else failure
-        self.is_requeued = failure is None
-        if trainer.is_global_zero:
-            say(f"SLURM job {self._requeue.job} is {'requeued.' if failure is None else f'not requeued: {failure}'}")
 
     def _install(self) -> None:
         for number in self._before:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning import Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.terminal import say
 
 __all__ = ["Requeue", "requeue_of", "signal_named"]
 
@@ -45,6 +47,14 @@ class Requeue:
         except (OSError, subprocess.SubprocessError) as error:
             return f"{' '.join(command)}: {error}"
         return None if code == 0 else f"{' '.join(command)} ended with exit code {code}"
+
+    def ask_on_rank_0(self, trainer: Trainer) -> bool:
+        """Requeue the job from rank 0, say the outcome, and return on all ranks whether it worked."""
+        failure = self.ask() if trainer.is_global_zero else None
+        failure = trainer.strategy.broadcast(failure) if trainer.world_size > 1 else failure
+        if trainer.is_global_zero:
+            say(f"SLURM job {self.job} is {'requeued.' if failure is None else f'not requeued: {failure}'}")
+        return failure is None
 
 
 def requeue_of(environment: Any, asked: str | None, environ: Mapping[str, str] = os.environ) -> Requeue | None:

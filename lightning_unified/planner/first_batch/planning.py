@@ -157,9 +157,7 @@ class StepPlanning:
         return None if self._lengths is None else self._lengths.largest
 
     def plan_length(self, batch: Any, shape: BatchShape) -> bool:
-        """Plan the micro-batch size for another row length from known traces.
-
-        The memory options stay.
+        """Plan the micro-batch size for another row length from known traces; memory options stay.
 
         Returns:
             Whether rows of this length have a size now. Otherwise they need dry runs of their own.
@@ -174,8 +172,7 @@ class StepPlanning:
             raise
         except Exception as error:  # in the module or the planner: each length then gets its own dry runs
             self._lengths = None
-            self._policy.events.append(f"each row length is traced by itself: {error}")
-            log.info("%s", self._policy.events[-1])
+            self._note(f"each row length is traced by itself: {error}")
             return False
         if found is None:
             return False
@@ -186,10 +183,7 @@ class StepPlanning:
             self._set_size(shape, found.rows, refused=more_rows(shape.rows, found.parts))
         if is_new:
             seconds = format_duration(time.monotonic() - began)
-            self._policy.events.append(
-                f"another row length planned in {seconds} from known traces: micro-batch size {found.rows}"
-            )
-            log.info("%s", self._policy.events[-1])
+            self._note(f"another row length planned in {seconds} from known traces: micro-batch size {found.rows}")
         return True
 
     def plan_shorter(self, batch: Any, shape: BatchShape) -> None:
@@ -218,11 +212,12 @@ class StepPlanning:
         if best is None or best.parts == 1:
             return
         self._set_size(shape, best.micro_batch_size, refused=more_rows(shape.rows, best.parts))
-        seconds = time.monotonic() - began
-        self._policy.events.append(
-            f"shorter rows planned in {format_duration(seconds)}: micro-batch size {best.micro_batch_size}"
-        )
-        log.info("%s", self._policy.events[-1])
+        seconds = format_duration(time.monotonic() - began)
+        self._note(f"shorter rows planned in {seconds}: micro-batch size {best.micro_batch_size}")
+
+    def _note(self, event: str) -> None:
+        self._policy.events.append(event)
+        log.info("%s", event)
 
     def _planner(self, batch: Any, shape: BatchShape | None, **sharded: Any) -> Planner:
         """Return the planner of a batch; `sharded` are further arguments of `planner_of`."""
