@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import checkpoint
@@ -93,7 +94,7 @@ class CompiledCall:
 
     def _graph(self, flat: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
         """Return a function with autograd that runs the partitioned graphs of `flat`."""
-        from functorch.compile import aot_function, min_cut_rematerialization_partition
+        from functorch.compile import aot_function
         from torch._inductor.decomposition import select_decomp_table
 
         def compiler(gm: Any, example_inputs: Any) -> _Graph:  # noqa: ARG001
@@ -103,7 +104,7 @@ class CompiledCall:
             flat,
             fw_compiler=compiler,
             bw_compiler=compiler,
-            partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+            partition_fn=_partition,
             decompositions=select_decomp_table(),
         )
         with self._recorder.paused(paused=True):  # torch keeps the tensors of a trace, and the step's own must end
@@ -116,6 +117,18 @@ class CompiledCall:
         finally:
             CompiledCall._is_tracing = False
         return made
+
+
+def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph as the inductor backend does, whose random numbers are made again from a seed."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+    from torch._inductor.virtualized import V
+
+    mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.nodes])
+    with V.set_fake_mode(mode):
+        replace_random_passes(joint)
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
 
 
 class _TracedError(Exception):

@@ -1,11 +1,7 @@
-"""Run a compiler's graph on fake tensors; only stored tensors of compiled code take memory.
+"""Run a compiler's graph on fake tensors; only stored tensors of compiled code take memory."""
 
-torch's compiler fuses element-wise operations, reductions and copies into kernels. A result inside a kernel takes no memory. A result is
-stored if another kernel needs it: matrix products, attention and other library calls read stored tensors only.
-"""
-
-import operator
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,87 +9,19 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from lightning_unified.planner.fake.compiled.kernels import Kernel, kernels_of
+from lightning_unified.planner.fake.compiled.operations import bytes_of, is_view
+from lightning_unified.planner.fake.compiled.order import ordered
 from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["FusedGraph"]
 
-_REDUCTIONS = frozenset(
-    [
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "var",
-        "var_mean",
-        "std",
-        "std_mean",
-        "prod",
-        "any",
-        "all",
-        "argmax",
-        "argmin",
-        "logsumexp",
-        "cumsum",
-    ]
-)
-_COPIES = frozenset(
-    [
-        "_to_copy",
-        "clone",
-        "cat",
-        "stack",
-        "index",
-        "gather",
-        "embedding",
-        "constant_pad_nd",
-        "select_scatter",
-        "slice_scatter",
-        "as_strided_scatter",
-        "convert_element_type",
-        "copy",
-        "repeat",
-        "flip",
-        "roll",
-        "where",
-        "masked_fill",
-        "tril",
-        "triu",
-    ]
-)
-_CREATED = frozenset(
-    [
-        "full",
-        "full_like",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "empty",
-        "empty_like",
-        "new_zeros",
-        "new_full",
-        "new_empty",
-        "arange",
-        "iota",
-        "scalar_tensor",
-        "rand",
-        "randn",
-        "randint",
-        "bernoulli",
-        "inductor_random",
-        "inductor_seeds",
-        "inductor_lookup_seed",
-    ]
-)
-
 
 class FusedGraph:
-    """Run a graph's operations one by one; the recorder sees the memory of compiled code.
+    """Run a graph's kernels one by one; the recorder sees the memory of compiled code.
 
-    The recorder does not see a fused operation. Its result is noted where the compiler stores it. A stored result reuses the memory of an
-    input of the same size whose life ends there, as the compiler's buffers do. The recorder sees each operation that is not fused.
+    The recorder sees each library call. Of a fused kernel, its stored results are noted. A result reuses the memory of an input of the same
+    size whose life ends there and which no other result of the kernel reads, as the compiler's buffers do.
 
     Args:
         module: The graph, with decomposed operations.
@@ -104,119 +32,96 @@ class FusedGraph:
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
         self._module, self._recorder = module, recorder
-        self._nodes = list(module.graph.nodes)
-        self._fused = {node for node in self._nodes if _is_fusible(node)}
-        self._stored = {node for node in self._nodes if self._is_stored(node)}
+        self._inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        *_, self._output = module.graph.nodes
+        kernels, self._returned = kernels_of(module.graph)
+        self._kernels = ordered(kernels, self._returned)
+        self._results = {result for kernel in kernels for result in kernel.results}
         self._ends = self._last_uses()
 
-    def _is_stored(self, node: fx.Node) -> bool:
-        """Return whether compiled code stores the result of a fused operation."""
-        if node not in self._fused or _is_view(node):
-            return False
-        return _name(node) in _REDUCTIONS or self._is_read(node)
-
-    def _is_read(self, node: fx.Node) -> bool:
-        """Return whether the output or an unfused operation reads the result or a view of it."""
-        return any(user not in self._fused or (_is_view(user) and self._is_read(user)) for user in node.users)
-
     def _last_uses(self) -> list[list[fx.Node]]:
-        """Return, for each position, the nodes whose results end there.
-
-        A fused operation reads its inputs where its result is stored at last, or used.
-        """
-        at = {node: index for index, node in enumerate(self._nodes)}
-        last: dict[fx.Node, int] = {}
-        for node in reversed(self._nodes):
-            uses = [at[user] if user in self._stored or user not in self._fused else last[user] for user in node.users]
-            last[node] = max([at[node], *uses])
-        ends: list[list[fx.Node]] = [[] for _ in self._nodes]
-        for node, index in last.items():
-            ends[index].append(node)
+        """Return the stored tensors that end with each kernel; the last list is of unused inputs."""
+        last = dict.fromkeys(self._inputs, -1)
+        for index, kernel in enumerate(self._kernels):
+            last |= dict.fromkeys(kernel.sources, index) | dict.fromkeys(kernel.results, index)
+        ends: list[list[fx.Node]] = [[] for _ in range(len(self._kernels) + 1)]
+        for tensor, index in last.items():
+            if tensor not in self._returned:
+                ends[index].append(tensor)
         return ends
 
     def __call__(self, given: list[Any]) -> Any:
         """Return the graph's outputs; the list of inputs is emptied."""
-        values: dict[fx.Node, Any] = {}
-        inputs = given[::-1]
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, given, strict=True))
         given.clear()
-        for index, node in enumerate(self._nodes):
-            if node.op == "placeholder":
-                values[node] = inputs.pop()
-            elif node.op == "get_attr":
-                values[node] = _attribute(self._module, str(node.target))
-            elif node.op == "output":
-                return map_arg(node.args[0], values.__getitem__)
-            elif node in self._stored:
-                self._store(node, values, self._ends[index])
+        for unused in self._ends[-1]:
+            values.pop(unused, None)
+        for kernel, ending in zip(self._kernels, self._ends, strict=False):
+            if kernel.is_fused:
+                self._store(kernel, values, ending)
             else:
-                with self._recorder.paused(paused=node in self._fused):
-                    values[node] = _run(node, values)
-            for one in self._ends[index]:
+                self._call(kernel, values)
+            for one in ending:
                 values.pop(one, None)
-        raise AssertionError("a graph ends with its output")
+        return map_arg(self._output.args[0], lambda node: self._value(node, values))
 
-    def _store(self, node: fx.Node, values: dict[fx.Node, Any], ending: Sequence[fx.Node]) -> None:
-        """Run a fused operation whose result is stored."""
+    def _call(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
+        """Run a library call, which the recorder sees."""
+        (node,) = kernel.nodes
+        for one in node.all_input_nodes:
+            self._value(one, values)
+        result = _run(node, values)
+        self._drop_views(values)
+        if kernel.results == [node]:
+            values[node] = result
+        else:  # each tensor of several has a life of its own
+            values |= {item: result[item.args[1]] for item in kernel.results}
+
+    def _store(self, kernel: Kernel, values: dict[fx.Node, Any], ending: Sequence[fx.Node]) -> None:
+        """Run a fused kernel, whose results are noted."""
+        read = _bytes(values[one] for one in kernel.sources if one in values)
         with self._recorder.paused(paused=True):
-            result = _run(node, values)
-        sources = [values[one] for one in self._sources(node) if one in values]
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((*sources, result)))
-        sizes = {tensor.untyped_storage().nbytes() for tensor in _tensors([result])}
-        sources.clear()
-        for one in ending:  # its memory may be used again for this result
-            if one is not node and _sizes(values.get(one)) <= sizes:
-                values.pop(one, None)
-        self._recorder.note_fused(list(_tensors([result])), moved=moved)
-        values[node] = result
+            for node in kernel.nodes:
+                for one in node.all_input_nodes:
+                    self._value(one, values)
+                values[node] = _run(node, values)
+        self._drop_views(values)
+        for one in _reused(kernel, ending):
+            values.pop(one, None)
+        results = [values[node] for node in kernel.nodes if node not in ending]  # others stay inside the kernel
+        self._recorder.note_fused(list(_tensors(results)), moved=read + _bytes(results))
 
-    def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Yield the stored tensors that a kernel reads to compute the result."""
-        seen: set[fx.Node] = set()
-        waiting = list(node.all_input_nodes)
-        while waiting:
-            one = waiting.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            if one in self._fused and one not in self._stored:
-                waiting += one.all_input_nodes
-            else:
-                yield one
+    def _drop_views(self, values: dict[fx.Node, Any]) -> None:
+        """Drop views, which would keep their tensor alive; they are made again where they are needed."""
+        for node in [node for node in values if is_view(node) and node not in self._results]:
+            values.pop(node)
 
-
-def _is_fusible(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and _is_fusible(source)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("val")))
-    if _is_view(node) or torch.Tag.pointwise in node.target.tags:
-        return True
-    return _name(node) in _REDUCTIONS or _name(node) in _COPIES or _name(node) in _CREATED or _fills_constant(node)
+    def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Return the value of a node; operations inside kernels run when a kernel needs them."""
+        waiting = [node]
+        with self._recorder.paused(paused=True):
+            while waiting:
+                one = waiting[-1]
+                missing = [] if one in values else [each for each in one.all_input_nodes if each not in values]
+                if missing:
+                    waiting += missing
+                    continue
+                waiting.pop()
+                if one not in values:
+                    is_constant = one.op == "get_attr"
+                    values[one] = _attribute(self._module, str(one.target)) if is_constant else _run(one, values)
+        return values[node]
 
 
-def _fills_constant(node: fx.Node) -> bool:
-    """Return whether the operation writes one value at some entries of a constant tensor.
-
-    The compiler turns it into a choice by index: the gradient of a loss by class is made so.
-    """
-    base, *_, value = node.args or (None, None)
-    is_constant = isinstance(base, fx.Node) and _name(base) in {"full", "zeros_like", "full_like", "zeros"}
-    return _name(node) == "scatter" and is_constant and isinstance(value, (int, float))
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Return whether the result shares the memory of an input."""
-    if node.target is operator.getitem:
-        return True
-    return bool(getattr(node.target, "is_view", False)) or _name(node) in {"_unsafe_view", "_reshape_alias"}
-
-
-def _name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return getattr(packet, "__name__", "")
+def _reused(kernel: Kernel, ending: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Yield for each result one input of its size that ends there and that no other result reads."""
+    readers = Counter(one for sources in kernel.reads.values() for one in sources)
+    free = [one for one in ending if readers[one] == 1 and one not in kernel.results]
+    for node in kernel.nodes:
+        one = next((one for one in free if one in kernel.reads[node] and bytes_of(one) == bytes_of(node)), None)
+        if one is not None:
+            free.remove(one)
+            yield one
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -238,9 +143,9 @@ def _attribute(module: fx.GraphModule, name: str) -> Any:
     return found
 
 
+def _bytes(values: Iterable[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(values))
+
+
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor))
-
-
-def _sizes(value: Any) -> set[int]:
-    return {tensor.untyped_storage().nbytes() for tensor in _tensors([value])}
