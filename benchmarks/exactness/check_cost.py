@@ -89,12 +89,14 @@ class Times:
         setattr(ExactnessCheck, name, timed)
 
 
-def fit(parts: int, rows: int, *, device: str, steps: int, positions: int, precision: Any, check: bool = True) -> float:
+def fit(
+    num_micro_batches: int, rows: int, *, device: str, steps: int, positions: int, precision: Any, check: bool = True
+) -> float:
     """Return the seconds of a fit."""
     torch.manual_seed(0)
     module = GearHead(preset="gearhead-34m", positions=max(positions, 512))
     rules = replace(module.configure_micro_batches("fit"), check=check)
-    batch_size = parts * rows
+    batch_size = num_micro_batches * rows
     trainer = L.Trainer(
         accelerator=device,
         devices=1,
@@ -114,21 +116,21 @@ def fit(parts: int, rows: int, *, device: str, steps: int, positions: int, preci
     return time.perf_counter() - began
 
 
-def measured(parts: int, rows: int, *, device: str, steps: int, **options: Any) -> dict[str, Any]:
+def measured(num_micro_batches: int, rows: int, *, device: str, steps: int, **options: Any) -> dict[str, Any]:
     """Return the seconds of the fit, of its checks and of its looks at batches.
 
     This changes ExactnessCheck for the rest of the process.
     """
     prepare("exactness-cost")
     logging.getLogger("lightning_unified").setLevel(logging.ERROR)
-    fit(parts, rows, device=device, steps=1, check=False, **options)
+    fit(num_micro_batches, rows, device=device, steps=1, check=False, **options)
     checks, verdicts = (Times(name, torch.device(device)) for name in ("_check", "verdict"))
-    seconds = fit(parts, rows, device=device, steps=steps, **options)
+    seconds = fit(num_micro_batches, rows, device=device, steps=steps, **options)
     looks = [
         took for batch, took in zip(verdicts.batches, verdicts.seconds, strict=True) if batch not in checks.batches
     ]
     return {
-        "micro-batches": parts,
+        "micro-batches": num_micro_batches,
         "rows of each": rows,
         "seconds": round(seconds, 3),
         "checks": len(checks.seconds),
@@ -136,7 +138,7 @@ def measured(parts: int, rows: int, *, device: str, steps: int, **options: Any) 
         "milliseconds of the first look": round(1e3 * (verdicts.seconds[0] - checks.seconds[0]), 1),
         "milliseconds a look": round(1e3 * median(looks), 2),
         "share": round(sum(verdicts.seconds) / seconds, 4),
-        "bar": BARS[parts],
+        "bar": BARS[num_micro_batches],
         "batches checked": checks.batches,
         "milliseconds of each": [round(1e3 * duration, 1) for duration in checks.seconds],
     }
@@ -150,7 +152,7 @@ def alone(*setting: int, **options: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", default=[f"{parts}x{rows}" for parts, rows in SETTINGS])
+    parser.add_argument("settings", nargs="*", default=["x".join(map(str, setting)) for setting in SETTINGS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--positions", type=int, default=512)

@@ -135,14 +135,14 @@ def trained(kind, strategy, *, dtype):
 
 def cell(kind, size, folder):
     torch.manual_seed(1)
-    batch, parts = kind.batch(), -(-kind.rows // size)
+    batch, chunks = kind.batch(), -(-kind.rows // size)
     strategy = UnifiedStrategy(micro_batch_size=size)
     plain, ours = (trained(kind, one, dtype=torch.float64) for one in ("auto", strategy))
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
     found = {
         "rows": kind.rows,
         "chunk": size,
-        "peak_bytes": live_peak(kind, batch, parts=parts, rows=size, folder=folder),
+        "peak_bytes": live_peak(kind, batch, num_micro_batches=chunks, rows=size, folder=folder),
         "predicted_bytes": predict(kind(), batch, device="cpu", micro_batch_size=size).peak_bytes,
         "seconds": statistics.median(
             trained(kind, UnifiedStrategy(micro_batch_size=size), dtype=torch.float32).seconds[1:]

@@ -181,7 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2, help="processes, one a device (default: 2)")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks (default: 8)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps a block (default: 20)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="parts that ours cuts each batch in (default: 1)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of each batch of ours (default: 1)")
     parser.add_argument("--small", action="store_true", help="modules for a CPU; prints, and writes nothing")
     chosen = parser.parse_args()
     with socket.socket() as listener:

@@ -44,8 +44,8 @@ CONTEXT = 2**30
 NEAR = 0.97
 
 
-class FewestParts:
-    """Looks for the fewest parts of a batch that fit, below a number of them that does.
+class FewestMicroBatches:
+    """Looks for the fewest micro-batches of a batch that fit, below a number of them that does.
 
     Args:
         rows: Of the batch.
@@ -65,13 +65,13 @@ class FewestParts:
 
     @property
     def found(self) -> dict[str, int]:
-        parts, size = self._splits[self._fits]
-        return {"parts": parts, "micro_batch_size": size}
+        num_micro_batches, size = self._splits[self._fits]
+        return {"parts": num_micro_batches, "micro_batch_size": size}
 
     def tried(self, *, fits: bool) -> None:
         """Note the result and choose the next split.
 
-        Fewer parts come first, then the number halfway between fitting and not fitting.
+        Fewer micro-batches come first, then the number halfway between fitting and not fitting.
         """
         if fits:
             self._fits = self._next
@@ -91,7 +91,7 @@ class Progress:
     def __init__(self, record: Record, options: Namespace) -> None:
         self._record, self._device, self._options = record, options.device, options
         self._rows: dict[str, dict[str, Any]] = {}
-        self._searches: dict[str, FewestParts] = {}
+        self._searches: dict[str, FewestMicroBatches] = {}
 
     def begin(self) -> list[Task]:
         """Return the fits without a limit of the modules that have rows to be done.
@@ -157,7 +157,7 @@ class Progress:
         if size is None:
             smallest = {"blocks": "all" if MODULES[row["module"]].has_blocks else 0, "keep_attention": False}
             return [self._limited("smallest", row, attempt, 1, smallest)]
-        search = self._searches[key] = FewestParts(row["rows"], chosen=size)
+        search = self._searches[key] = FewestMicroBatches(row["rows"], chosen=size)
         result["parts"] = search.found["parts"]
         return self._look_on(key)
 
@@ -176,7 +176,7 @@ class Progress:
         return self._look_on(key)
 
     def _look_on(self, key: str) -> list[Task]:
-        """Try the next number of parts, or note what was found."""
+        """Try the next number of micro-batches, or note what was found."""
         row, search = self._rows[key], self._searches[key]
         if search.trying is not None:
             return [self._limited("sweep", row, attempt, search.trying, row["planned"]["memory_options"])]
@@ -188,7 +188,7 @@ class Progress:
 def verdict(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a row says about the bars.
 
-    The ratio is that of the rows in a part, on average.
+    The ratio is that of the rows in a micro-batch, on average.
     """
     plan, smallest = row.get("planned", {}), row.get("smallest", {})
     trained, fewest = plan.get("outcome") == "trained", row.get("true_maximum", {}).get("parts")
@@ -254,7 +254,17 @@ def _by_row(rows: list[dict[str, Any]]) -> str:
                 plan.get("recoveries"),
             )
         )  # fmt: skip
-    heads = ("module", "budget", "GiB", "outcome", "taken, GiB", "parts", "fewest that fit", "ratio", "activations")
+    heads = (
+        "module",
+        "budget",
+        "GiB",
+        "outcome",
+        "taken, GiB",
+        "micro-batches",
+        "fewest that fit",
+        "ratio",
+        "activations",
+    )
     return table((*heads, "recoveries"), lines)
 
 

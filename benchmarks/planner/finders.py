@@ -6,9 +6,10 @@ Compared are seconds and samples from `fit()` to the first optimizer step that i
 
 The same module, the same data, the same limit (60 % of what the undivided batch takes), each in a fresh process, one after the other:
 `UnifiedStrategy(micro_batch_size="auto")`, the same without a plan (its recovery alone), Lightning's `BatchSizeFinder` by powers and by
-bisection, and Accelerate's `find_executable_batch_size` around a plain loop. Ours trains with the batch that was asked for, in parts;
-the others make the batch smaller. A step is kept if the run that it belongs to goes on: steps of trials that are thrown away, and of
-attempts that run out of memory, count as samples and as time. Samples are rows that went through the network, of any kind of step.
+bisection, and Accelerate's `find_executable_batch_size` around a plain loop. Ours trains with the batch that was asked for, in
+micro-batches; the others make the batch smaller. A step is kept if the run that it belongs to goes on: steps of trials that are thrown
+away, and of attempts that run out of memory, count as samples and as time. Samples are rows that went through the network, of any kind
+of step.
 
 Processes are spawned, as a user's is: a fork of one that holds much copies it when it collects garbage, seconds that no user waits. With
 `--jobs` several begin at a time and measure one after the other; one that begins makes its CUDA context, for which the others' calls

@@ -42,7 +42,7 @@ from lightning_unified.options import recompute_policies
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("gearhead-118m", "bert-like", "tied 150k vocabulary")}
 BATCHES = 2  # times the larger of the module's two batch sizes
-PARTS = (1, 2, 3, 4, 6, 8)
+NUM_MICRO_BATCHES = (1, 2, 3, 4, 6, 8)
 SHARES = (0.4, 0.7)
 STEPS, WARM = 6, 2
 BAR = 0.95
@@ -124,7 +124,8 @@ class Bench:
 def swept(name: str, device: str, rows: int) -> dict[str, Any]:
     """Return the seconds and the bytes of every plan."""
     bench, plans = Bench(name, device, rows), []
-    for blocks, size in itertools.product(bench.levels(), dict.fromkeys(-(-rows // parts) for parts in PARTS)):
+    sizes = dict.fromkeys(-(-rows // num_micro_batches) for num_micro_batches in NUM_MICRO_BATCHES)
+    for blocks, size in itertools.product(bench.levels(), sizes):
         plan = {"micro_batch_size": size, "memory_options": {"blocks": blocks, "keep_attention": False}}
         plans.append(plan | bench.time_fixed(plan))
     return {"plans": plans}

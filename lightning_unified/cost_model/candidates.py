@@ -12,11 +12,11 @@ __all__ = ["Candidate", "Choice", "Option", "Sizes", "Taken", "describe_split", 
 class Sizes(Protocol):
     """Traces of one step at any micro-batch size, under one setting of the memory options."""
 
-    def at(self, micro_batch_size: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of `parts` micro-batches of that size, whole batch included."""
+    def at(self, micro_batch_size: int, *, num_micro_batches: int = 1) -> Trace:
+        """Return the trace of a step of so many micro-batches of that size, whole batch included."""
         ...
 
-    def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
+    def peak_bytes(self, micro_batch_size: int, *, num_micro_batches: int = 1) -> int:
         """Return the peak of live bytes of that step."""
         ...
 
@@ -76,7 +76,7 @@ class Candidate:
 
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
-        parts: Number of micro-batches in a step.
+        num_micro_batches: Number of micro-batches in a step.
         recompute, precision, optimizer_kernel, loss_chunk, attention: As in `Option`.
         peak_bytes: Peak as the device's counter shows it.
         reserved_bytes: Peak of bytes that the allocator reserves; the search compares this figure with the budget.
@@ -85,7 +85,7 @@ class Candidate:
     """
 
     micro_batch_size: int
-    parts: int
+    num_micro_batches: int
     recompute: str
     precision: str
     optimizer_kernel: str | None
@@ -104,7 +104,7 @@ class Candidate:
         checkpointing = "no activation checkpointing"
         if self.recompute != "none":
             checkpointing = f"activation checkpointing: {self.recompute}"
-        named = [describe_split(self.micro_batch_size, self.parts), checkpointing, self.precision]
+        named = [describe_split(self.micro_batch_size, self.num_micro_batches), checkpointing, self.precision]
         named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []
         named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
         named += [f"{self.attention} attention"] if self.attention else []
@@ -127,7 +127,7 @@ class Choice:
     reason: str
 
 
-def describe_split(micro_batch_size: int, parts: int) -> str:
+def describe_split(micro_batch_size: int, num_micro_batches: int) -> str:
     """Return a split in words, such as `"2 micro-batches of up to 32 rows"`.
 
     A single micro-batch gives `"the whole batch of 64 rows at once"`.
@@ -135,9 +135,9 @@ def describe_split(micro_batch_size: int, parts: int) -> str:
     Micro-batches of unequal size differ by one unit.
     """
     rows = f"{micro_batch_size} row{'s' * (micro_batch_size != 1)}"
-    if parts == 1:
+    if num_micro_batches == 1:
         return f"the whole batch of {rows} at once"
-    return f"{parts} micro-batches of {'up to ' * (micro_batch_size != 1)}{rows}"
+    return f"{num_micro_batches} micro-batches of {'up to ' * (micro_batch_size != 1)}{rows}"
 
 
 def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
@@ -173,12 +173,13 @@ def even_splits(
             f"rows={rows}, unit={unit}, least={least}, micro_batch_size={micro_batch_size}: give positive numbers of rows."
         )
     units = rows // unit
-    most_parts = 1 if rows % unit else max(rows // max(least, unit), 1)
+    most_micro_batches = 1 if rows % unit else max(rows // max(least, unit), 1)
     found: list[tuple[int, ...]] = [(rows,)]
-    parts = 1
-    while (largest := -(-units // parts)) > 1:
-        parts = -(-units // (largest - 1))
-        if parts > most_parts:
+    num_micro_batches = 1
+    while (largest := -(-units // num_micro_batches)) > 1:
+        num_micro_batches = -(-units // (largest - 1))
+        if num_micro_batches > most_micro_batches:
             break
-        found.append(tuple(unit * (units // parts + (index < units % parts)) for index in range(parts)))
+        each, more = divmod(units, num_micro_batches)
+        found.append(tuple(unit * (each + (index < more)) for index in range(num_micro_batches)))
     return [split for split in found if split[0] <= limit] or found[-1:]

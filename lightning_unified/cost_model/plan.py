@@ -10,6 +10,8 @@ from lightning_unified.cost_model.search import Candidate
 
 __all__ = ["Layout", "Plan"]
 
+_KEYS = {"num_micro_batches": "parts"}  # attributes that `plan.json` calls otherwise
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -20,7 +22,7 @@ class Layout:
         hold: What a rank of `unified_fsdp` holds whole during a step: `"parameters"` or `"shards"`; empty for `unified_ddp`.
         recompute: Modules under activation checkpointing, in words.
         micro_batch_size: Rows of the largest micro-batch of a device.
-        parts: Number of micro-batches in a step.
+        num_micro_batches: Number of micro-batches in a step.
         peak_bytes: Peak of tensors on a device.
         reserved_bytes: Peak of bytes that a device's allocator reserves.
         seconds: Predicted seconds of a step, communication included.
@@ -32,7 +34,7 @@ class Layout:
     hold: str
     recompute: str
     micro_batch_size: int
-    parts: int
+    num_micro_batches: int
     peak_bytes: int
     reserved_bytes: int
     seconds: float
@@ -83,4 +85,8 @@ class Plan(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for `plan.json`."""
-        return asdict(self)
+        return asdict(self, dict_factory=_with_keys_of_json)
+
+
+def _with_keys_of_json(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {_KEYS.get(name, name): value for name, value in fields}

@@ -29,7 +29,7 @@ class Prediction(Printed):
         instant: Place of the peak in the step, in words: phase, module and operation.
         instants: Peak of each place in the order of the step, as pairs of words and bytes.
         rows: Rows of the micro-batch the prediction is for.
-        parts: Number of micro-batches in the step.
+        num_micro_batches: Number of micro-batches in the step.
         planning_seconds: Seconds the prediction took.
         notes: Assumptions, and effects the dry run cannot see.
         validation: Prediction of a validation step in the middle of the same fit; None if not requested.
@@ -49,7 +49,7 @@ class Prediction(Printed):
     seconds: float | None
     instant: str
     rows: int
-    parts: int = 1
+    num_micro_batches: int = 1
     instants: tuple[tuple[str, int], ...] = ()
     planning_seconds: float = 0.0
     notes: tuple[str, ...] = field(default_factory=tuple)
@@ -123,7 +123,7 @@ def summarise(
         generation_seconds=generation_seconds,
         instant=most.instant,
         rows=trace.rows,
-        parts=trace.parts,
+        num_micro_batches=trace.num_micro_batches,
         instants=instants(trace, rounding=_UNROUNDED, levels=None if is_cpu else replayed.levels),
         planning_seconds=planning_seconds,
         notes=trace.notes,

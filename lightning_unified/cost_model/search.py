@@ -105,7 +105,7 @@ def _ranked(fitting: list[tuple[Option, Candidate]]) -> list[Candidate]:
 
     def rank(pair: tuple[Option, Candidate]) -> tuple[float, ...]:
         option, plan = pair
-        return max(plan.seconds, fastest), option.changes, plan.parts, plan.reserved_bytes, plan.peak_bytes
+        return max(plan.seconds, fastest), option.changes, plan.num_micro_batches, plan.reserved_bytes, plan.peak_bytes
 
     return [plan for _, plan in sorted(fitting, key=rank)]
 
@@ -169,15 +169,15 @@ class _Measure:
         """
         if self.alignment is None or self.alignment.multiple == 1:
             return 1
-        length = option.traces.at(splits[0][0], parts=len(splits[0])).length or 1
+        length = option.traces.at(splits[0][0], num_micro_batches=len(splits[0])).length or 1
         return self.alignment.multiple // math.gcd(self.alignment.multiple, length)
 
     def _plan(self, option: Option, split: tuple[int, ...]) -> Candidate:
         """Return a plan without its time."""
-        taken = self.taken(option.traces.at(split[0], parts=len(split)))
+        taken = self.taken(option.traces.at(split[0], num_micro_batches=len(split)))
         return Candidate(
             micro_batch_size=split[0],
-            parts=len(split),
+            num_micro_batches=len(split),
             recompute=option.recompute,
             precision=option.precision,
             optimizer_kernel=option.optimizer_kernel,
@@ -197,7 +197,11 @@ class _Measure:
     def _seconds(option: Option, split: tuple[int, ...], rates: Rates) -> float:
         least = 0.0 if option.least_seconds is None else option.least_seconds(len(split))
         found = [
-            split_seconds(lambda rows, parts, traces=traces: traces.at(rows, parts=parts), split, rates)
+            split_seconds(
+                lambda rows, num_micro_batches, traces=traces: traces.at(rows, num_micro_batches=num_micro_batches),
+                split,
+                rates,
+            )
             for traces in (option.traces, option.no_faster_than)
             if traces is not None
         ]
@@ -205,7 +209,7 @@ class _Measure:
 
 
 def _peak(option: Option, split: tuple[int, ...]) -> int:
-    return option.traces.peak_bytes(split[0], parts=len(split))
+    return option.traces.peak_bytes(split[0], num_micro_batches=len(split))
 
 
 def _is_aligned(split: tuple[int, ...], multiple: int) -> bool:
@@ -227,12 +231,12 @@ def _splits_left(
         more = by.loss_chunk == option.loss_chunk and by.again < option.again
         slower = option.split is not None and option.no_faster_than is by.traces and by.again <= option.again
         same = memory_options and (more or slower)
-        split = next(split for split in splits if len(split) == plan.parts)
-        if same and (plan.parts == 1 or (option.split is not None and _is_aligned(split, multiple))):
-            fewest = min(fewest, plan.parts)
+        split = next(split for split in splits if len(split) == plan.num_micro_batches)
+        if same and (plan.num_micro_batches == 1 or (option.split is not None and _is_aligned(split, multiple))):
+            fewest = min(fewest, plan.num_micro_batches)
         if option.split is not None and option.traces is by.traces:
             gains = _is_aligned(option.split, multiple) and not _is_aligned(split, multiple)
-            fewest = fewest if gains else min(fewest, plan.parts)
+            fewest = fewest if gains else min(fewest, plan.num_micro_batches)
     return [split for split in splits if len(split) < fewest and option.split in (None, split)]
 
 

@@ -93,11 +93,11 @@ def plan_validation(
         return limit is None or fits_within(trace, int(limit / factor), settings=counted.allocator)
 
     at = _fewest_that_fit(len(splits), lambda index: goes_through(sizes.at(splits[index][0])))
-    while not (fits := goes_through(sizes.exactly(splits[at][0], parts=1))) and at + 1 < len(splits):
+    while not (fits := goes_through(sizes.exactly(splits[at][0], num_micro_batches=1))) and at + 1 < len(splits):
         at += 1
     seconds = time.monotonic() - begun
     found = summarise(sizes.at(splits[at][0]), planning_seconds=seconds, settings=counted.allocator)
-    prediction = replace(found, parts=len(splits[at]))
+    prediction = replace(found, num_micro_batches=len(splits[at]))
     if limit is not None and fits:
         prediction = prediction.within(limit)
     return ValidationPlan(
@@ -144,7 +144,7 @@ def _fewest_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 def _reason(prediction: Prediction, *, fits: bool, limit: int | None) -> str:
-    size, split = format_bytes(prediction.reserved_bytes), describe_split(prediction.rows, prediction.parts)
+    size, split = format_bytes(prediction.reserved_bytes), describe_split(prediction.rows, prediction.num_micro_batches)
     if limit is None:
         return f"{split}: {size}"
     if fits:

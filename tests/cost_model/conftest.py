@@ -24,8 +24,8 @@ class Step:
         self.events += [Give(storage) for storage in storages]
 
 
-def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", quadratic=True, scale=64):
-    """Return a steady-state step of `blocks` attention blocks, split into `parts`.
+def made_step(*, rows, length=16, num_micro_batches=1, blocks=3, width=64, backend="cuda", quadratic=True, scale=64):
+    """Return a steady-state step of `blocks` attention blocks, split into so many micro-batches.
 
     The attention scores are materialised.
     """
@@ -36,9 +36,9 @@ def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", q
     for _ in weights:
         step.take(2 * unit * width, "optimizer state")
     step.work("batch", "batch")
-    batch = step.take(rows * parts * length * 8, "batch")
+    batch = step.take(rows * num_micro_batches * length * 8, "batch")
     outputs, grads = [], []
-    for part in range(parts):
+    for part in range(num_micro_batches):
         saved = []
         for block in range(blocks):
             place = f"blocks.{block}.attention"
@@ -66,9 +66,9 @@ def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", q
                 step.give(grad)
             step.give(saved.pop(), inner)
         step.give(logits, *saved)
-    if parts > 1:
+    if num_micro_batches > 1:
         step.work("aten.cat.default", "callbacks")
-        joined = step.take(rows * parts * 4, "callbacks")
+        joined = step.take(rows * num_micro_batches * 4, "callbacks")
         for _ in outputs:
             step.work("aten.mul.Tensor", "optimizer step")
             step.give(step.take(rows * 4, "temporaries"))
@@ -79,7 +79,9 @@ def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", q
     step.work("aten._fused_adamw_.default", "optimizer step", "", moved=7 * blocks * unit * width)
     scratch = step.take(unit, "temporaries")
     step.give(scratch, batch)
-    return Trace(events=tuple(step.events), rows=rows, length=length, parts=parts, backend=backend)
+    return Trace(
+        events=tuple(step.events), rows=rows, length=length, num_micro_batches=num_micro_batches, backend=backend
+    )
 
 
 @pytest.fixture(scope="session")

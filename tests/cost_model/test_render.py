@@ -35,7 +35,7 @@ def prediction(**changes):
         "seconds": 0.25,
         "instant": "backward of net.blocks.3 (aten.mm)",
         "rows": 4,
-        "parts": 8,
+        "num_micro_batches": 8,
         "instants": (
             ("forward of net.blocks.0", GIB),
             ("backward of net.blocks.3", 4 * GIB),
@@ -49,7 +49,7 @@ def weighed(rows, *, reserved=5 * GIB, seconds=0.5, fits=True, **changes):
     usual = {"recompute": "none", "precision": "bf16-mixed", "optimizer_kernel": None, "loss_chunk": None}
     return Candidate(
         micro_batch_size=rows,
-        parts=32 // rows,
+        num_micro_batches=32 // rows,
         peak_bytes=reserved - GIB,
         reserved_bytes=reserved,
         seconds=seconds,

@@ -33,7 +33,7 @@ def find(options, budget, *, rows=16, **how):
 def test_a_budget_without_bounds_runs_the_whole_batch_with_nothing_recomputed():
     choice = find([recomputing(0), recomputing(1, per_row=20)], 10**9)
 
-    assert (choice.best.micro_batch_size, choice.best.parts, choice.best.recompute) == (16, 1, "none")
+    assert (choice.best.micro_batch_size, choice.best.num_micro_batches, choice.best.recompute) == (16, 1, "none")
 
 
 def test_options_that_the_whole_batch_outdoes_are_not_traced():
@@ -47,14 +47,14 @@ def test_an_option_that_would_be_slower_even_whole_is_not_split():
     slower = recomputing(9, per_row=60)
     choice = find([recomputing(0), slower], 1000 + 100 * 8)
 
-    assert (choice.best.parts, choice.best.recompute) == (2, "none")
+    assert (choice.best.num_micro_batches, choice.best.recompute) == (2, "none")
     assert set(slower.traces.asked) == {(16, 1)}
 
 
 def test_the_micro_batch_is_the_largest_that_fits():
     choice = find([recomputing(0)], 1000 + 100 * 6)
 
-    assert (choice.best.micro_batch_size, choice.best.parts) == (6, 3)
+    assert (choice.best.micro_batch_size, choice.best.num_micro_batches) == (6, 3)
     assert choice.best.reserved_bytes == 1600
 
 
@@ -75,7 +75,7 @@ def test_the_whole_batch_lives_beside_its_micro_batches():
 def test_cutting_wins_where_launches_cost_less_than_recomputation():
     choice = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8)
 
-    assert (choice.best.parts, choice.best.recompute) == (2, "none")
+    assert (choice.best.num_micro_batches, choice.best.recompute) == (2, "none")
     assert choice.alternatives[0].recompute == "all"
     assert choice.alternatives[0].seconds > choice.best.seconds
 
@@ -88,7 +88,7 @@ def test_recomputation_wins_where_each_micro_batch_costs_much():
     )
     choice = find([plain, saving], 1000 + 100 * 8)
 
-    assert (choice.best.parts, choice.best.recompute) == (1, "all")
+    assert (choice.best.num_micro_batches, choice.best.recompute) == (1, "all")
 
 
 def test_of_equal_plans_the_one_that_changes_less_of_what_the_user_set_is_chosen():
@@ -121,7 +121,7 @@ def test_a_faster_kernel_of_the_optimizer_is_chosen():
 def test_rows_that_stay_together_are_not_parted():
     choice = find([recomputing(0)], 1000 + 100 * 7, unit=4)
 
-    assert (choice.best.micro_batch_size, choice.best.parts) == (4, 4)
+    assert (choice.best.micro_batch_size, choice.best.num_micro_batches) == (4, 4)
 
 
 def test_a_batch_that_cannot_be_split_is_planned_whole_or_not_at_all():
@@ -198,8 +198,8 @@ class Least(NamedTuple):
     seconds: float
     each: float = 0.0
 
-    def __call__(self, parts):
-        return self.seconds + parts * self.each
+    def __call__(self, num_micro_batches):
+        return self.seconds + num_micro_batches * self.each
 
 
 works = st.tuples(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**9), st.integers(0, 10**9))
@@ -247,15 +247,19 @@ def test_a_larger_budget_never_gives_a_slower_plan(options, rows, unit, budgets,
 @given(option=made_options, rows=st.integers(1, 70), budget=st.integers(1, 10**7))
 def test_no_split_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
     found = [
-        split_seconds(lambda rows, parts: option.traces.at(rows, parts=parts), split, rates())
+        split_seconds(
+            lambda rows, num_micro_batches: option.traces.at(rows, num_micro_batches=num_micro_batches), split, rates()
+        )
         for split in even_splits(rows)
-        if option.traces.peak_bytes(split[0], parts=len(split)) <= budget
+        if option.traces.peak_bytes(split[0], num_micro_batches=len(split)) <= budget
     ]
     best = find([option], budget, rows=rows).best
 
     assert (best is None) == (not found)
     if found:
-        assert best.seconds == pytest.approx(max(min(found), (option.least_seconds or Least(0))(best.parts)), rel=1e-9)
+        assert best.seconds == pytest.approx(
+            max(min(found), (option.least_seconds or Least(0))(best.num_micro_batches)), rel=1e-9
+        )
 
 
 @settings(deadline=None, max_examples=100)

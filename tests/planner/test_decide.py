@@ -19,7 +19,7 @@ ALL = Combination(precision="32-true", recompute=RecomputePolicy(blocks="all"))
 FUSED = Combination(precision="32-true", recompute=RecomputePolicy(blocks=0), optimizer_kernel="fused")
 
 
-def prediction(*, rows=8, parts=1, mib=4, confidence: Confidence = "high"):
+def prediction(*, rows=8, num_micro_batches=1, mib=4, confidence: Confidence = "high"):
     return Prediction(
         peak_bytes=mib * MIB,
         reserved_bytes=mib * MIB,
@@ -28,14 +28,14 @@ def prediction(*, rows=8, parts=1, mib=4, confidence: Confidence = "high"):
         seconds=1.0,
         instant="",
         rows=rows,
-        parts=parts,
+        num_micro_batches=num_micro_batches,
     )
 
 
-def candidate(combination, *, rows=8, parts=1, mib=4, fits=True):
+def candidate(combination, *, rows=8, num_micro_batches=1, mib=4, fits=True):
     return Candidate(
         micro_batch_size=rows,
-        parts=parts,
+        num_micro_batches=num_micro_batches,
         recompute=str(combination.recompute),
         precision=combination.precision,
         optimizer_kernel=combination.optimizer_kernel,
@@ -76,18 +76,22 @@ def test_a_search_is_needed_where_the_step_does_not_fit_or_a_kernel_is_open(fits
     assert needs_search(inputs(fits=fits, combinations=combinations)) is needed
 
 
-OWN = StepPlan(combination=PLAIN, micro_batch_size=8, parts=1, refused=None, reason="fits: 4.00 MiB of 5.00 MiB")
-HALF, RECOMPUTED = candidate(PLAIN, rows=4, parts=2), candidate(ALL)
-SEARCHED = StepPlan(combination=ALL, micro_batch_size=8, parts=1, refused=None, reason="searched", candidate=RECOMPUTED)
-SPLIT = replace(SEARCHED, combination=PLAIN, micro_batch_size=4, parts=2, refused=8, candidate=HALF)
-THIRDS = candidate(PLAIN, rows=3, parts=3)
-TIGHT = candidate(ALL, rows=1, parts=8, mib=5, fits=False)
+OWN = StepPlan(
+    combination=PLAIN, micro_batch_size=8, num_micro_batches=1, refused=None, reason="fits: 4.00 MiB of 5.00 MiB"
+)
+HALF, RECOMPUTED = candidate(PLAIN, rows=4, num_micro_batches=2), candidate(ALL)
+SEARCHED = StepPlan(
+    combination=ALL, micro_batch_size=8, num_micro_batches=1, refused=None, reason="searched", candidate=RECOMPUTED
+)
+SPLIT = replace(SEARCHED, combination=PLAIN, micro_batch_size=4, num_micro_batches=2, refused=8, candidate=HALF)
+THIRDS = candidate(PLAIN, rows=3, num_micro_batches=3)
+TIGHT = candidate(ALL, rows=1, num_micro_batches=8, mib=5, fits=False)
 
 PLANS = {
     "the step as the user set it": (inputs(), OWN),
     "the size that was asked for": (
-        inputs(own=prediction(rows=2, parts=4), micro_batch_size=2),
-        replace(OWN, micro_batch_size=2, parts=4),
+        inputs(own=prediction(rows=2, num_micro_batches=4), micro_batch_size=2),
+        replace(OWN, micro_batch_size=2, num_micro_batches=4),
     ),
     "the best of the search": (inputs(fits=False, choice=found(RECOMPUTED)), SEARCHED),
     "its other results": (
@@ -97,7 +101,7 @@ PLANS = {
     "a split batch": (inputs(fits=False, choice=found(HALF)), SPLIT),
     "a third of nine rows": (
         inputs(fits=False, rows=9, choice=found(THIRDS)),
-        replace(SPLIT, micro_batch_size=3, parts=3, refused=5, candidate=THIRDS),
+        replace(SPLIT, micro_batch_size=3, num_micro_batches=3, refused=5, candidate=THIRDS),
     ),
     "less than was asked for": (
         inputs(fits=False, micro_batch_size=6, choice=found(HALF)),
@@ -114,7 +118,7 @@ PLANS = {
         replace(
             SEARCHED,
             micro_batch_size=1,
-            parts=8,
+            num_micro_batches=8,
             refused=2,
             candidate=TIGHT,
             alternatives=(replace(HALF, reserved_bytes=9 * MIB), TIGHT),

@@ -13,11 +13,11 @@ from lightning_unified.step.policy import MemoryPolicy
 from tests.support.zoo.dry_run import Perceptron, trace_step
 
 
-def made(asked, rows, parts, second):
-    asked.append((rows, parts, second))
-    held = rows + (parts - 1) * second
+def made(asked, rows, num_micro_batches, second):
+    asked.append((rows, num_micro_batches, second))
+    held = rows + (num_micro_batches - 1) * second
     events = (Take(0, 8 * held, "batch"), Work("mm", "forward"), Take(1, 100 * rows, "activations"))
-    return Trace(events=events, rows=rows, parts=parts, backend="cpu")
+    return Trace(events=events, rows=rows, num_micro_batches=num_micro_batches, backend="cpu")
 
 
 def sizes(rows):
@@ -32,23 +32,23 @@ def batch_of(trace):
 def test_a_small_size_that_does_not_divide_evenly_is_traced_as_it_is_to_run():
     step, asked = sizes(10)
 
-    assert batch_of(step.at(4, parts=3)) == 8 * 10
+    assert batch_of(step.at(4, num_micro_batches=3)) == 8 * 10
     assert asked == [(4, 2, 3)]
 
 
 def test_after_a_few_a_large_size_lies_on_lines_until_it_is_asked_for_exactly():
     step, asked = sizes(100)
-    for rows, parts in ((50, 2), (26, 4), (25, 4), (34, 3)):
-        step.at(rows, parts=parts)
+    for rows, num_micro_batches in ((50, 2), (26, 4), (25, 4), (34, 3)):
+        step.at(rows, num_micro_batches=num_micro_batches)
 
     assert asked == [(50, 2, 50), (26, 2, 26), (25, 2, 25), (2, 2, 2), (4, 2, 4)]
-    assert batch_of(step.exactly(34, parts=3)) == 8 * 100
+    assert batch_of(step.exactly(34, num_micro_batches=3)) == 8 * 100
     assert asked[-1] == (34, 2, 33)
 
 
 def test_the_later_micro_batches_of_a_dry_run_can_be_smaller():
-    even = trace_step(Perceptron(), Perceptron.batch(4), rows=4, parts=2)
-    uneven = trace_step(Perceptron(), Perceptron.batch(4), rows=4, parts=2, later_rows=3)
+    even = trace_step(Perceptron(), Perceptron.batch(4), rows=4, num_micro_batches=2)
+    uneven = trace_step(Perceptron(), Perceptron.batch(4), rows=4, num_micro_batches=2, later_rows=3)
 
     assert batch_of(even) - batch_of(uneven) == 64 * 4 + 8  # one row and its label
 

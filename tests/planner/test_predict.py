@@ -79,10 +79,10 @@ def test_weights_on_the_meta_device_are_predicted_alike(whole):
 
 
 def test_smaller_micro_batches_take_less(module, whole):
-    parts = lightning_unified.predict(module, BATCH, device="cuda", micro_batch_size=4)
+    split = lightning_unified.predict(module, BATCH, device="cuda", micro_batch_size=4)
 
-    assert (parts.rows, parts.parts) == (4, 4)
-    assert parts.peak_bytes < whole.peak_bytes
+    assert (split.rows, split.num_micro_batches) == (4, 4)
+    assert split.peak_bytes < whole.peak_bytes
 
 
 def test_recomputation_takes_less(module, whole):
@@ -224,7 +224,7 @@ def test_a_validation_step_has_optimizer_state_and_no_gradients(module, whole):
     found = lightning_unified.predict(module, BATCH, device="cuda", validation_batch=torch.zeros(64, 128, 64))
 
     assert found.peak_bytes == whole.peak_bytes
-    assert (found.validation.rows, found.validation.parts) == (64, 1)
+    assert (found.validation.rows, found.validation.num_micro_batches) == (64, 1)
     assert found.validation.categories["optimizer state"] == whole.categories["optimizer state"]
     assert "gradients" not in found.validation.categories
 
@@ -236,9 +236,11 @@ def test_a_plan_states_the_micro_batches_of_a_larger_validation_batch(module, wh
     )
 
     assert plan.micro_batch_size == 16
-    assert plan.prediction.validation.parts > 1
+    assert plan.prediction.validation.num_micro_batches > 1
     assert plan.prediction.validation.reserved_bytes <= plan.budget_bytes
-    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} micro-batches of up to ")
+    assert plan.reasons["validation"].startswith(
+        f"{plan.prediction.validation.num_micro_batches} micro-batches of up to "
+    )
 
 
 def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said(module, tmp_path, monkeypatch):

@@ -228,7 +228,7 @@ def both(kind, **setting):
         twins.runs = runs
         kept = {(step.precision, step.attention): twins}
         dry_runs = DryRuns(step, recompute=recompute, twins=kept)
-        asked.append([dry_runs.step(rows, parts) for rows, parts in SIZES])
+        asked.append([dry_runs.step(rows, num_micro_batches) for rows, num_micro_batches in SIZES])
         found[runs is None] = twins.runs
     return *asked, found[True]
 

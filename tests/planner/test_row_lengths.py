@@ -48,7 +48,7 @@ def tokens_of(*lengths):
 def learnt(module, backend):
     step = StepSpec(module=module, batch=tokens_of(300, 120), backend=backend)
     combination, traces = Combination(precision="32-true"), StepTraces(step)
-    traces.of(combination).exactly(4, parts=4)
+    traces.of(combination).exactly(4, num_micro_batches=4)
     lengths = RowLengths(traces, combination)
     lengths.learn(tokens_of(260, 50), length=260)
     return lengths
@@ -71,7 +71,7 @@ def test_the_plans_own_dry_runs_give_the_longest_of_three_lengths(backend):
     traces = StepTraces(StepSpec(module=module, batch=tokens_of(planned, 120), backend=backend))
     combination = Combination(precision="32-true")
     for rows in (4, 8):
-        traces.of(combination).exactly(rows, parts=ROWS // rows)
+        traces.of(combination).exactly(rows, num_micro_batches=ROWS // rows)
     lengths, traced = RowLengths(traces, combination), traces.operations
     lengths.learn(tokens_of(260, 50), length=260)
     own = DryRun(StepSpec(module=module, batch=tokens_of(300, 70), backend=backend)).run(4, 2, 4)
@@ -90,7 +90,7 @@ def test_a_planned_length_that_is_not_padded_or_too_short_gives_no_lines(planned
     traces = StepTraces(StepSpec(module=Attends(), batch=tokens_of(planned, 120), backend="cuda"))
     combination = Combination(precision="32-true")
     for rows in (4, 8):
-        traces.of(combination).exactly(rows, parts=ROWS // rows)
+        traces.of(combination).exactly(rows, num_micro_batches=ROWS // rows)
     lengths = RowLengths(traces, combination)
     lengths.learn(tokens_of(190, 50), length=190)
 

@@ -45,5 +45,5 @@ def test_alignment_matters_where_an_unaligned_split_has_an_aligned_neighbour(row
     planner = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=rows // 2)))
     choice = planner.choose([Combination(precision="32-true")], budget_bytes=1 << 40, rates=RATES)
 
-    assert choice.best.parts == 2
+    assert choice.best.num_micro_batches == 2
     assert planner.could_be_aligned(choice) is could

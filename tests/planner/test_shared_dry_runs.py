@@ -55,11 +55,11 @@ OPTIONS = ({}, {"loss_chunk": 8}, {"attention": "chunked"}, {"loss_chunk": 8, "a
 def test_loss_chunks_and_attentions_are_traced_on_one_fake_copy(kind, options, counted):
     module, batch = kind(), kind.batch(4)
     traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))
-    found = [traces.of(Combination(precision="bf16-mixed", **each)).exactly(4, parts=1) for each in options]
+    found = [traces.of(Combination(precision="bf16-mixed", **each)).exactly(4, num_micro_batches=1) for each in options]
 
     assert counted["copies"] == 1
     assert [trace.options["precision"] for trace in found] == ["bf16-mixed"] * len(options)
-    alone = [trace_step(module, batch, rows=4, parts=1, **MPS, **each) for each in options]
+    alone = [trace_step(module, batch, rows=4, num_micro_batches=1, **MPS, **each) for each in options]
     assert [summed_up(trace)[1:4] for trace in found] == [summed_up(trace)[1:4] for trace in alone]
 
 
@@ -79,11 +79,11 @@ def test_another_attention_learns_no_block_anew(counted):
     found, blocks = [], []
     for options in ({}, {"attention": "chunked"}):
         counted["blocks"] = 0
-        found.append(traces.of(Combination(precision="bf16-mixed", **options)).exactly(4, parts=1))
+        found.append(traces.of(Combination(precision="bf16-mixed", **options)).exactly(4, num_micro_batches=1))
         blocks.append(counted["blocks"])
 
     assert blocks == [7 + 4, 4]
-    alone = trace_step(module, batch, rows=4, parts=1, attention="chunked", **MPS)
+    alone = trace_step(module, batch, rows=4, num_micro_batches=1, attention="chunked", **MPS)
     assert summed_up(found[1])[1:4] == summed_up(alone)[1:4]
 
 
@@ -128,7 +128,7 @@ def test_a_later_phase_learns_no_block_anew(counted):
     for step in steps:
         counted["blocks"] = 0
         traces = phases.traces(step, limits=SizeLimits())
-        found = traces.of(Combination(precision="bf16-mixed")).exactly(traces.rows, parts=1)
+        found = traces.of(Combination(precision="bf16-mixed")).exactly(traces.rows, num_micro_batches=1)
         blocks.append(counted["blocks"])
 
     assert blocks == [7 + 4, 4 + 4]
@@ -150,7 +150,7 @@ def test_borrowed_blocks_that_differ_are_learnt_before_all_are_traced():
 
 
 def test_a_trace_is_replayed_once_for_each_limit(monkeypatch):
-    trace = trace_step(Stack(), Stack.batch(4), rows=4, parts=1, **MPS)
+    trace = trace_step(Stack(), Stack.batch(4), rows=4, num_micro_batches=1, **MPS)
     replays, replay = [], reserve.RunReplay
 
     class Noted(replay):

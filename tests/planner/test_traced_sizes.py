@@ -19,17 +19,17 @@ def sizes_of(*, aligned):
     """
     asked = []
 
-    def trace_step(rows, parts, later_rows):
-        asked.append((rows, parts))
+    def trace_step(rows, num_micro_batches, later_rows):
+        asked.append((rows, num_micro_batches))
         op = "aten.mm.default" if aligned else f"aten.mm.of_{rows}"
         events = [Work("", "setup"), Take(0, 10 * MIB, "weights")]
-        for part in range(1, parts + 1):
+        for part in range(1, num_micro_batches + 1):
             events += [
                 Work(op, "forward", flops=rows),
                 Take(part, (rows if part == 1 else later_rows) * MIB, "activations"),
                 Give(part),
             ]
-        return Trace(events=tuple(events), rows=rows, parts=parts, backend="cpu")
+        return Trace(events=tuple(events), rows=rows, num_micro_batches=num_micro_batches, backend="cpu")
 
     return TracedSizes(trace_step, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked
 
@@ -65,9 +65,9 @@ def test_lines_are_laid_when_several_sizes_did_not_fit(aligned, lines):
 
 def test_what_a_size_takes_at_least_is_never_more_than_it_takes():
     sizes, _ = sizes_of(aligned=False)
-    sizes.peak_bytes(4, parts=2)
+    sizes.peak_bytes(4, num_micro_batches=2)
 
     for rows in (3, 4, 8, 32):
-        least = sizes.peak_bytes(rows, parts=2)
-        sizes.at(rows, parts=2)
-        assert least <= sizes.peak_bytes(rows, parts=2)
+        least = sizes.peak_bytes(rows, num_micro_batches=2)
+        sizes.at(rows, num_micro_batches=2)
+        assert least <= sizes.peak_bytes(rows, num_micro_batches=2)

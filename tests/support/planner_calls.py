@@ -32,7 +32,7 @@ class Calls:
         if self.need > budget:
             least = Candidate(
                 micro_batch_size=1,
-                parts=8,
+                num_micro_batches=8,
                 precision=precision,
                 recompute="none",
                 optimizer_kernel=None,
@@ -51,7 +51,7 @@ class Calls:
             seconds=0.5,
             instant="backward",
             rows=2,
-            parts=4,
+            num_micro_batches=4,
         )
         return Plan(micro_batch_size=2, budget_bytes=budget, prediction=peak, **usual)
 

@@ -101,16 +101,16 @@ class Timed(L.Callback):
         return timed
 
 
-def overhead(folder: Path, layers: int, micro_batches: int, steps: int) -> dict[str, Any]:
+def overhead(folder: Path, layers: int, num_micro_batches: int, steps: int) -> dict[str, Any]:
     """Return the time that the checks take in each step, in milliseconds."""
     torch.mps.synchronize = lambda: None  # there is nothing to wait for on a CPU
     timed = Timed(warm=20)
-    strategy = OnTheCPU(predict=False, check_split=False, micro_batch_size=ROWS // micro_batches)
+    strategy = OnTheCPU(predict=False, check_split=False, micro_batch_size=ROWS // num_micro_batches)
     torch.manual_seed(0)
     trainer_of(folder, strategy, timed, steps=steps + 20).fit(Layers(layers), data(steps + 20))
     return {
         "blocks": layers,
-        "micro-batches": micro_batches,
+        "micro-batches": num_micro_batches,
         "step_ms": 1e3 * statistics.median(timed.steps),
         "checks_ms": 1e3 * statistics.median(timed.checks),
         "checks_lowest_tenth_ms": 1e3 * statistics.quantiles(timed.checks, n=10)[0],
@@ -119,4 +119,6 @@ def overhead(folder: Path, layers: int, micro_batches: int, steps: int) -> dict[
 
 def costs_of(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Return the cost in fits of several sizes."""
-    return [overhead(folder, layers, parts, steps) for layers, parts in ((1, 1), (20, 1), (20, 2))]
+    return [
+        overhead(folder, layers, num_micro_batches, steps) for layers, num_micro_batches in ((1, 1), (20, 1), (20, 2))
+    ]

@@ -41,7 +41,7 @@ def _phase_in_words(plan: Plan) -> str:
     found = plan.prediction
     if found is None or not does_fit(plan):
         return "does not fit"
-    split = "1 micro-batch of" if found.parts == 1 else f"{found.parts} micro-batches of up to"
+    split = "1 micro-batch of" if found.num_micro_batches == 1 else f"{found.num_micro_batches} micro-batches of up to"
     return f"{split} {found.rows} rows, {format_bytes(found.step_bytes)}"
 
 

@@ -57,7 +57,7 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
     return _seconds(_loads(trace, rates), backend=trace.backend)
 
 
-def communication(trace: Trace, link: Link | None, *, parts: int) -> tuple[int, float | None]:
+def communication(trace: Trace, link: Link | None, *, num_micro_batches: int) -> tuple[int, float | None]:
     """Return the bytes that a device sends in a step, and the seconds that its link is busy.
 
     These seconds count overlapped or not. The seconds are None without a link.
@@ -65,9 +65,9 @@ def communication(trace: Trace, link: Link | None, *, parts: int) -> tuple[int, 
     Args:
         trace: A step of one or two micro-batches.
         link: The link to the other devices.
-        parts: Micro-batches of the step.
+        num_micro_batches: Micro-batches of the step.
     """
-    times = {phase: max(parts / trace.parts, 1.0) for phase in _REPEATED}
+    times = {phase: max(num_micro_batches / trace.num_micro_batches, 1.0) for phase in _REPEATED}
     found = [event for event in trace.events if isinstance(event, Collective)]
     sent = sum(int(event.sent * times.get(event.phase, 1.0)) for event in found)
     if link is None:
@@ -124,8 +124,8 @@ def least_seconds(
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
     fewest, starts = _split(left, sizes), _split(_starts(trace, rates, again=again), sizes)
 
-    def least(parts: int) -> float:
-        more = parts / len(sizes) - 1
+    def least(num_micro_batches: int) -> float:
+        more = num_micro_batches / len(sizes) - 1
         split = {key: seconds + more * starts.get(key, 0.0) for key, seconds in fewest.items()}
         return _seconds(split, backend=trace.backend)
 
@@ -142,7 +142,7 @@ def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
 
 def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Loads:
     """Return the loads that each micro-batch adds, however few rows it has."""
-    loads: _Loads = {("host", "forward"): rates.part * trace.parts}
+    loads: _Loads = {("host", "forward"): rates.part * trace.num_micro_batches}
     for event in trace.events:
         if not isinstance(event, Work) or event.phase not in _REPEATED:
             continue
@@ -194,7 +194,7 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
 
 
 def _added_up(trace: Trace, rates: Rates) -> _Loads:
-    loads: _Loads = {("host", "forward"): rates.part * trace.parts}
+    loads: _Loads = {("host", "forward"): rates.part * trace.num_micro_batches}
     watched = _WATCHED * rates.launch if "attention kept" in trace.options.get("recompute", "") else 0.0
     costs: dict[int, tuple[float, float]] = {}  # many events are one object
     for event in trace.events:

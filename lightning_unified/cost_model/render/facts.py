@@ -79,4 +79,4 @@ def _micro_batch(plan: Plan) -> str:
         return "the whole batch at once"
     if plan.prediction is None:
         return f"micro-batches of up to {plan.micro_batch_size} row{'s' * (plan.micro_batch_size != 1)}"
-    return describe_split(plan.micro_batch_size, plan.prediction.parts)
+    return describe_split(plan.micro_batch_size, plan.prediction.num_micro_batches)

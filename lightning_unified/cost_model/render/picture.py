@@ -222,7 +222,7 @@ def _weighed(axes: "Axes", plan: Plan) -> None:
     best, words = plan.prediction, "nothing fits"
     if best is not None and best.seconds is not None:
         dots.append((best.reserved_bytes, best.seconds))
-        words = f"{describe_split(best.rows, best.parts)}, recompute {recomputed(plan)}"
+        words = f"{describe_split(best.rows, best.num_micro_batches)}, recompute {recomputed(plan)}"
     unit, name = _unit(max(taken for taken, _ in dots))
     for each in plan.alternatives:
         face, edge = (_STAYS["optimizer state"], _STAYS["gradients"]) if each.fits else ("none", _FAINT)

@@ -49,8 +49,9 @@ def is_chosen(candidate: Candidate, plan: Plan) -> bool:
     prediction = plan.prediction
     if prediction is None or not candidate.fits:
         return False
+    split = (prediction.rows, prediction.num_micro_batches)
     memory_options = (plan.precision, plan.optimizer_kernel, plan.loss_chunk, plan.attention, recomputed(plan))
-    return (candidate.micro_batch_size, candidate.parts) == (prediction.rows, prediction.parts) and memory_options == (
+    return split == (candidate.micro_batch_size, candidate.num_micro_batches) and memory_options == (
         candidate.precision,
         candidate.optimizer_kernel,
         candidate.loss_chunk,

@@ -175,7 +175,7 @@ def _layout_row(each: Layout, plan: Plan, *, is_best: bool) -> tuple[str, ...]:
         each.strategy,
         each.hold,
         each.recompute,
-        f"{each.micro_batch_size} × {each.parts}",
+        f"{each.micro_batch_size} × {each.num_micro_batches}",
         format_bytes(each.peak_bytes),
         format_bytes(each.reserved_bytes),
         "" if each.link_seconds is None else format_duration(each.link_seconds),
@@ -195,7 +195,7 @@ def _without_plain_attention(rows: list[tuple[str, ...]]) -> tuple[tuple[str, ..
 def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
     return (
         _CHOSEN if is_chosen(each, plan) else "",
-        f"{each.micro_batch_size} × {each.parts}",
+        f"{each.micro_batch_size} × {each.num_micro_batches}",
         each.recompute,
         *_memory_options(each),
         format_bytes(each.peak_bytes),
@@ -209,7 +209,7 @@ def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
     """Return the row of the plan itself, for a planner whose alternatives do not include it."""
     return (
         _CHOSEN,
-        f"{prediction.rows} × {prediction.parts}",
+        f"{prediction.rows} × {prediction.num_micro_batches}",
         recomputed(plan),
         *_memory_options(plan),
         format_bytes(prediction.peak_bytes),
@@ -264,7 +264,7 @@ def _machine_row(machine: MachinePlan) -> tuple[str, ...]:
     return (
         *head,
         _FITS if does_fit(plan) else "no",
-        f"{prediction.rows} × {prediction.parts}",
+        f"{prediction.rows} × {prediction.num_micro_batches}",
         recomputed(plan),
         plan.precision,
         format_bytes(prediction.peak_bytes),

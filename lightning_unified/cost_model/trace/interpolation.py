@@ -23,6 +23,8 @@ from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 
 __all__ = ["Interpolation", "MisalignedError"]
 
+_SETTINGS = {"backend": "backend", "options": "options", "num_micro_batches": "micro-batches"}  # in words
+
 
 class Interpolation:
     """A step at any size that the given traces determine.
@@ -79,8 +81,8 @@ class Interpolation:
             figures = self._uneven(figures, self._fit.at((later_rows, size[1])).reshape(2, -1))
         first, second = figures.astype(np.int64).tolist()
         traced = ", ".join(describe_size(known) for known in sorted(self.sizes))
-        parts = self._reference.parts
-        split = f" in {parts} micro-batches" if parts > 1 else ""
+        num_micro_batches = self._reference.num_micro_batches
+        split = f" in {num_micro_batches} micro-batches" if num_micro_batches > 1 else ""
         note = () if size in self.sizes else (f"interpolated from the step traced at {traced}{split}",)
         return replace(
             self._reference,
@@ -158,10 +160,10 @@ def _check(traces: Sequence[Trace]) -> None:
             "others; trace 2 and 4 rows, and 1 row by itself."
         )
     for other in traces[1:]:
-        for what in ("backend", "options", "parts"):
-            if getattr(other, what) != getattr(traces[0], what):
+        for name, what in _SETTINGS.items():
+            if getattr(other, name) != getattr(traces[0], name):
                 raise MisalignedError(
-                    f"the traces differ in {what}: {getattr(traces[0], what)} and {getattr(other, what)}; "
+                    f"the traces differ in {what}: {getattr(traces[0], name)} and {getattr(other, name)}; "
                     "interpolate traces of one setting at a time."
                 )
 

@@ -62,7 +62,7 @@ def _forward_pass(trace: Trace) -> _Pass:
     works = [event for event in trace.events if isinstance(event, Work) and event.phase == "forward"]
     heaviest = max(works, key=lambda work: work.flops, default=Work("", "forward", dtype="float32"))
     return _Pass(
-        launches=len(works) // trace.parts,
-        kernels=sum(bool(work.flops or work.moved) for work in works) // trace.parts,
+        launches=len(works) // trace.num_micro_batches,
+        kernels=sum(bool(work.flops or work.moved) for work in works) // trace.num_micro_batches,
         dtype=heaviest.dtype,
     )

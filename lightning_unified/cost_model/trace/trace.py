@@ -155,7 +155,7 @@ class Trace:
     Attributes:
         events: Events in the order of the step.
         rows: Rows of a micro-batch.
-        parts: Number of micro-batches in the step.
+        num_micro_batches: Number of micro-batches in the step.
         length: Entries of a row, such as its tokens; None if rows have no length.
         backend: Backend whose kernels the trace shows: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"`.
         reads: Values that the dry run made up.
@@ -167,7 +167,7 @@ class Trace:
     events: tuple[Event, ...]
     rows: int
     backend: str
-    parts: int = 1
+    num_micro_batches: int = 1
     length: int | None = None
     reads: tuple[Read, ...] = ()
     notes: tuple[str, ...] = ()

@@ -73,7 +73,7 @@ def _layout(
         hold=hold,
         recompute=best.recompute,
         micro_batch_size=best.micro_batch_size,
-        parts=best.parts,
+        num_micro_batches=best.num_micro_batches,
         peak_bytes=best.peak_bytes,
         reserved_bytes=best.reserved_bytes,
         seconds=best.seconds,

@@ -47,7 +47,9 @@ class DryRun:
         roots = partial(roots_of, spec.module, spec.trainer, (*TRAINING_STEP, *EVALUATION_STEPS))
         self._state = StateWatch(roots, tensors=False)
 
-    def run(self, rows: int, parts: int = 1, later_rows: int | None = None, *, length: int | None = None) -> Trace:
+    def run(
+        self, rows: int, num_micro_batches: int = 1, later_rows: int | None = None, *, length: int | None = None
+    ) -> Trace:
         """Return the trace of a step.
 
         If made-up values may have decided a shape, the step is traced once more with other made-up values. Equal allocations in both
@@ -55,16 +57,16 @@ class DryRun:
 
         Args:
             rows: Rows of the first micro-batch.
-            parts: The number of micro-batches.
+            num_micro_batches: The number of micro-batches.
             later_rows: Rows of every micro-batch but the first; None for `rows`.
             length: Positions of a row; None for the step's own.
 
         Raises:
             DryRunError: If the step cannot run without values; the message says where and why.
         """
-        if rows < 1 or parts < 1:
-            raise DryRunError(f"rows={rows}, parts={parts}: give 1 or more of each.")
-        size = _size(rows, parts, later_rows, length)
+        if rows < 1 or num_micro_batches < 1:
+            raise DryRunError(f"rows={rows}, num_micro_batches={num_micro_batches}: give 1 or more of each.")
+        size = _size(rows, num_micro_batches, later_rows, length)
         trace = self._guarded(partial(self._first, size))
         if trace.confidence != "low":
             return trace
@@ -82,7 +84,7 @@ class DryRun:
     def go_on(
         self,
         rows: int,
-        parts: int,
+        num_micro_batches: int,
         later_rows: int | None = None,
         *,
         recompute: RecomputePolicy | bool | None = None,
@@ -110,7 +112,7 @@ class DryRun:
         fit, self._fit = self._fit, None
         if fit is None:
             return None
-        self._recompute, size = recompute, _size(rows, parts, later_rows, length)
+        self._recompute, size = recompute, _size(rows, num_micro_batches, later_rows, length)
         self._twins = self._twins if twins is None else twins
         with contextlib.suppress(DryRunError):
             self._go_over_to(self._spec if spec is None else spec)
@@ -179,7 +181,7 @@ class DryRun:
         return Trace(
             events=recording.events,
             rows=fit.size.rows,
-            parts=fit.size.parts,
+            num_micro_batches=fit.size.num_micro_batches,
             length=fit.length,
             backend=spec.backend,
             reads=tuple(fit.world.answers.reads),
@@ -220,7 +222,7 @@ class DryRuns:
     def step(
         self,
         rows: int,
-        parts: int = 1,
+        num_micro_batches: int = 1,
         later_rows: int | None = None,
         *,
         length: int | None = None,
@@ -235,10 +237,10 @@ class DryRuns:
         self._borrow_twins()
         options: dict[str, Any] = {"recompute": self._recompute, "twins": self._twins}
         if last is not None:
-            trace = last.go_on(rows, parts, later_rows, length=length, spec=spec, **options)
+            trace = last.go_on(rows, num_micro_batches, later_rows, length=length, spec=spec, **options)
         if trace is None:
             last = self._fake_copies[self._key] = DryRun(spec, **options)
-            trace = last.run(rows, parts, later_rows, length=length)
+            trace = last.run(rows, num_micro_batches, later_rows, length=length)
         return trace
 
     def _borrow_twins(self) -> None:
@@ -253,8 +255,8 @@ class DryRuns:
         return self._fake_copies.get(self._key)
 
 
-def _size(rows: int, parts: int, later_rows: int | None, length: int | None) -> StepSize:
-    return StepSize(rows, parts, rows if later_rows is None else later_rows, length)
+def _size(rows: int, num_micro_batches: int, later_rows: int | None, length: int | None) -> StepSize:
+    return StepSize(rows, num_micro_batches, rows if later_rows is None else later_rows, length)
 
 
 def _allocations(trace: Trace) -> list[int]:

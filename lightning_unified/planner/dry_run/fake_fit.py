@@ -160,7 +160,8 @@ class FakeFit:
         self._set_chunk()
         if self.recording.replay is not None:
             self.recording.replay.use(twins)
-        self.strategy.split(None if size.parts == 1 else size.rows, parts=size.parts)
+        rows = None if size.num_micro_batches == 1 else size.rows
+        self.strategy.split(rows, num_micro_batches=size.num_micro_batches)
         with self._followed():
             self.trainer.go_on()
 
@@ -228,7 +229,7 @@ class FakeFit:
     def _new_strategy(self) -> DryRunStrategy:
         strategy = DryRunStrategy(
             self._recorder,
-            micro_batch_size=None if self.size.parts == 1 else self.size.rows,
+            micro_batch_size=None if self.size.num_micro_batches == 1 else self.size.rows,
             kernel=self._spec.optimizer_kernel,
             backend=self._spec.backend,
             device=_DEVICE,
@@ -238,7 +239,7 @@ class FakeFit:
             copies_weights=_copies_weights(self._spec),
             shards=self._shards,
         )
-        strategy.policy.most_chunks = self.size.parts
+        strategy.policy.most_chunks = self.size.num_micro_batches
         return strategy
 
     def _copy_callbacks(self) -> None:
@@ -254,10 +255,10 @@ class FakeFit:
         templates = self._templates
         template = templates.traced if validation or not self._spec.validates else templates.train
         size, length = self.size, self.size.length or self._spec.length
-        parts = size.parts if self.strategy.steps else 1
-        if parts > 1 and templates.has_encoders:  # the step runs whole, and only its encoders in chunks
+        num_micro_batches = size.num_micro_batches if self.strategy.steps else 1
+        if num_micro_batches > 1 and templates.has_encoders:  # the step runs whole, and only its encoders in chunks
             return template.of(template.rows or 1, length=length, device=_DEVICE)
-        return template.of(size.rows + (parts - 1) * size.later_rows, length=length, device=_DEVICE)
+        return template.of(size.rows + (num_micro_batches - 1) * size.later_rows, length=length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:
         """Return the live objects that the copy shares with the module."""

@@ -81,12 +81,12 @@ class StepSize:
 
     Attributes:
         rows: Rows of the first micro-batch.
-        parts: The number of micro-batches.
+        num_micro_batches: The number of micro-batches.
         later_rows: Rows of every micro-batch but the first.
         length: Positions of a row; None for the step's own.
     """
 
     rows: int
-    parts: int
+    num_micro_batches: int
     later_rows: int
     length: int | None = None

@@ -99,15 +99,15 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         )
         loop.automatic_optimization.optim_progress = progress
 
-    def split(self, micro_batch_size: int | None, *, parts: int) -> None:
+    def split(self, micro_batch_size: int | None, *, num_micro_batches: int) -> None:
         """Set the micro-batch size from now on, as if it had been set from the beginning.
 
         Args:
             micro_batch_size: Rows of a micro-batch; None for whole batches.
-            parts: The number of micro-batches to trace; for an encoder's call, the number of chunks.
+            num_micro_batches: The number of micro-batches to trace; for an encoder's call, the number of chunks.
         """
         assert self.lightning_module is not None
-        self.policy.most_chunks = parts
+        self.policy.most_chunks = num_micro_batches
         self.policy.sizing.training = MicroBatchSize(micro_batch_size or "auto")
         self.policy.begin(self.lightning_module, self.optimizers, precision="")
 

@@ -55,7 +55,7 @@ class StepPlan:
     Attributes:
         combination: The combination of memory options to apply.
         micro_batch_size: Rows of the largest micro-batch.
-        parts: The number of micro-batches.
+        num_micro_batches: The number of micro-batches.
         refused: The next larger micro-batch size, predicted not to fit; None if the sizes in use stay as they are.
         reason: Why, in words.
         candidate: The result of the search that this plan follows; None for the step as the user set it.
@@ -64,7 +64,7 @@ class StepPlan:
 
     combination: Combination
     micro_batch_size: int
-    parts: int
+    num_micro_batches: int
     refused: int | None
     reason: str
     candidate: Candidate | None = None
@@ -107,34 +107,36 @@ def decide(inputs: StepInputs) -> StepPlan:
         return StepPlan(
             combination=inputs.combinations[0],
             micro_batch_size=own.rows,
-            parts=own.parts,
-            refused=_refused(inputs, own.rows, own.parts),
+            num_micro_batches=own.num_micro_batches,
+            refused=_refused(inputs, own.rows, own.num_micro_batches),
             reason=f"fits: {format_bytes(own.within(inputs.budget_bytes).reserved_bytes)} of {format_bytes(inputs.budget_bytes)}",
         )
     best = choice.best or _smallest(choice, inputs)
     return StepPlan(
         combination=next(combination for combination in inputs.combinations if is_under(combination, best)),
         micro_batch_size=best.micro_batch_size,
-        parts=best.parts,
-        refused=_refused(inputs, best.micro_batch_size, best.parts),
+        num_micro_batches=best.num_micro_batches,
+        refused=_refused(inputs, best.micro_batch_size, best.num_micro_batches),
         reason=choice.reason,
         candidate=best,
         alternatives=choice.alternatives,
     )
 
 
-def more_rows(rows: int, parts: int) -> int:
+def more_rows(rows: int, num_micro_batches: int) -> int:
     """Return the size of a micro-batch if `rows` are split into one micro-batch fewer."""
-    return -(-rows // (parts - 1))
+    return -(-rows // (num_micro_batches - 1))
 
 
-def _refused(inputs: StepInputs, micro_batch_size: int, parts: int) -> int | None:
+def _refused(inputs: StepInputs, micro_batch_size: int, num_micro_batches: int) -> int | None:
     """Return the next larger size if the plan is smaller than the sizes in use.
 
     The result is None if it is not.
     """
     is_smaller = inputs.micro_batch_size is None or micro_batch_size < inputs.micro_batch_size
-    return more_rows(inputs.rows, parts) if inputs.rows is not None and parts > 1 and is_smaller else None
+    if inputs.rows is None or num_micro_batches == 1 or not is_smaller:
+        return None
+    return more_rows(inputs.rows, num_micro_batches)
 
 
 def _smallest(choice: Choice, inputs: StepInputs) -> Candidate:

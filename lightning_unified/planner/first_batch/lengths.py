@@ -90,9 +90,11 @@ class PlannedLengths:
         sizes = steps.sizes(length, rows=rows, row_bytes=row_bytes)
         splits = even_splits(rows, unit=steps.unit, least=allowed.least, micro_batch_size=allowed.max_micro_batch_size)
         for split in splits:
-            if sizes.peak_bytes(split[0], parts=2) > limit:
+            if sizes.peak_bytes(split[0], num_micro_batches=2) > limit:
                 continue
-            found = self._planner.within(sizes.exactly(split[0], parts=2), parts=len(split), limit=limit)
+            found = self._planner.within(
+                sizes.exactly(split[0], num_micro_batches=2), num_micro_batches=len(split), limit=limit
+            )
             if found is not None:
                 return found
         return None

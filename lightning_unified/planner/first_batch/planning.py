@@ -140,7 +140,7 @@ class StepPlanning:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
             self._policy.sizing.is_planned = True
         self._lengths = None
-        if plan.parts > 1 and decision.planner.is_light:
+        if plan.num_micro_batches > 1 and decision.planner.is_light:
             self._lengths = PlannedLengths(
                 decision.planner, plan.combination, policy=self._policy, module=self._trainer.lightning_module
             )
@@ -179,8 +179,8 @@ class StepPlanning:
         if found.reserved_bytes > self.prediction.reserved_bytes:
             self.prediction = replace(found, seconds=None)
         sizes = self._policy.sizes
-        if found.parts > 1 and sizes.micro_batch_size(shape) != found.rows:
-            self._set_size(shape, found.rows, refused=more_rows(shape.rows, found.parts))
+        if found.num_micro_batches > 1 and sizes.micro_batch_size(shape) != found.rows:
+            self._set_size(shape, found.rows, refused=more_rows(shape.rows, found.num_micro_batches))
         if is_new:
             seconds = format_duration(time.monotonic() - began)
             self._note(f"another row length planned in {seconds} from known traces: micro-batch size {found.rows}")
@@ -209,9 +209,9 @@ class StepPlanning:
         except Exception as error:  # in the module or the planner: recovery then finds the size that fits
             log.info("Shorter rows could not be planned for: %s", error)
             return
-        if best is None or best.parts == 1:
+        if best is None or best.num_micro_batches == 1:
             return
-        self._set_size(shape, best.micro_batch_size, refused=more_rows(shape.rows, best.parts))
+        self._set_size(shape, best.micro_batch_size, refused=more_rows(shape.rows, best.num_micro_batches))
         seconds = format_duration(time.monotonic() - began)
         self._note(f"shorter rows planned in {seconds}: micro-batch size {best.micro_batch_size}")
 

@@ -55,7 +55,7 @@ class Bounds:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
 
         return least_seconds(
-            lambda _rows, _parts: self._step(),
+            lambda _rows, _num_micro_batches: self._step(),
             self._sizes,
             rates,
             again=runs_again,

@@ -42,7 +42,7 @@ class ComparedOptions:
         """Leave out other kinds of attention if the user's own step has no attention."""
         own, fewest = combinations[0], self._traces.splits[0]
         kinds = {one.attention for one in combinations}
-        if len(kinds) == 1 or self._traces.of(own).at(fewest[0], parts=len(fewest)).attends:
+        if len(kinds) == 1 or self._traces.of(own).at(fewest[0], num_micro_batches=len(fewest)).attends:
             return list(combinations)
         return [one for one in combinations if one.attention == own.attention]
 

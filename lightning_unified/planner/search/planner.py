@@ -88,8 +88,8 @@ class Planner:
             DryRunError: If the step cannot be traced.
         """
         self._begun = time.monotonic()
-        trace, parts = self._traces.exactly(combination, micro_batch_size)
-        return self._summary(trace, parts=parts)
+        trace, num_micro_batches = self._traces.exactly(combination, micro_batch_size)
+        return self._summary(trace, num_micro_batches=num_micro_batches)
 
     def fits(self, combination: Combination, *, micro_batch_size: int | None, limit: int) -> bool:
         """Return whether a step fits within `limit` bytes, corrected by earlier measurements.
@@ -130,10 +130,11 @@ class Planner:
             options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
             best = choice.best
-            if best is None or best.parts == 1:
+            if best is None or best.num_micro_batches == 1:
                 break
             sizes = self._traces.of(self.combination_of(best))
-            if self._bytes.fit(sizes.exactly(best.micro_batch_size, parts=best.parts), limit=budget_bytes):
+            trace = sizes.exactly(best.micro_batch_size, num_micro_batches=best.num_micro_batches)
+            if self._bytes.fit(trace, limit=budget_bytes):
                 break
             sizes.distrust_lines()
         return choice  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -158,8 +159,9 @@ class Planner:
 
     def prediction_of(self, candidate: Candidate) -> Prediction:
         """Return the prediction for a candidate that `choose` found, within the bytes of the candidate."""
-        trace = self._traces.of(self.combination_of(candidate)).at(candidate.micro_batch_size, parts=candidate.parts)
-        found = replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
+        sizes = self._traces.of(self.combination_of(candidate))
+        trace = sizes.at(candidate.micro_batch_size, num_micro_batches=candidate.num_micro_batches)
+        found = replace(self._summary(trace, num_micro_batches=candidate.num_micro_batches), seconds=candidate.seconds)
         return found.within(candidate.reserved_bytes) if candidate.fits else found
 
     @property
@@ -171,12 +173,12 @@ class Planner:
         """Return the step under `combination` at any row length."""
         return RowLengths(self._traces, combination)
 
-    def within(self, trace: Trace, *, parts: int, limit: int) -> Prediction | None:
+    def within(self, trace: Trace, *, num_micro_batches: int, limit: int) -> Prediction | None:
         """Return the prediction for a traced step if it fits within `limit` bytes, else None."""
         self._begun = time.monotonic()
         if peak(trace).bytes > limit or not self._bytes.fit(trace, limit=limit):
             return None
-        return self._summary(trace, parts=parts).within(limit)
+        return self._summary(trace, num_micro_batches=num_micro_batches).within(limit)
 
     def could_be_aligned(self, choice: Choice) -> bool:
         """Return whether another split has aligned sizes and the choice has not.
@@ -184,32 +186,34 @@ class Planner:
         Aligned sizes are multiples of 64 or 8 positions.
         """
         best = choice.best
-        if best is None or best.parts == 1:
+        if best is None or best.num_micro_batches == 1:
             return False
-        trace = self._traces.of(self.combination_of(best)).at(best.micro_batch_size, parts=best.parts)
+        sizes = self._traces.of(self.combination_of(best))
+        trace = sizes.at(best.micro_batch_size, num_micro_batches=best.num_micro_batches)
         length = trace.length or 1
         coarse, fine = (multiple // math.gcd(multiple, length) for multiple in (64, 8))
         splits = {len(split): split for split in self._traces.splits}
-        unaligned = any(rows % coarse for rows in splits.pop(best.parts))
+        unaligned = any(rows % coarse for rows in splits.pop(best.num_micro_batches))
         return unaligned and any(
-            parts > best.parts and not any(rows % fine for rows in split) for parts, split in splits.items()
+            num_micro_batches > best.num_micro_batches and not any(rows % fine for rows in split)
+            for num_micro_batches, split in splits.items()
         )
 
     def kind(self, combination: Combination) -> str:
         """Return the name under which measurements correct predictions of this kind."""
         return kind_of(backend=self._traces.backend, precision=combination.precision, recomputes=combination.recomputes)
 
-    def _summary(self, trace: Trace, *, parts: int) -> Prediction:
+    def _summary(self, trace: Trace, *, num_micro_batches: int) -> Prediction:
         seconds = None if self._rates is None else step_seconds(trace, self._rates)
         found = summarise(
             trace,
-            seconds=seconds if parts <= 2 else None,
+            seconds=seconds if num_micro_batches <= 2 else None,
             generation_seconds=0.0 if self._rates is None else sampling_seconds(trace, self._rates),
             planning_seconds=time.monotonic() - self._begun,
             settings=self._bytes.allocator,
         )
-        sent, busy = communication(trace, self._link, parts=parts)
-        return replace(found, parts=parts, sent_bytes=sent, link_seconds=busy)
+        sent, busy = communication(trace, self._link, num_micro_batches=num_micro_batches)
+        return replace(found, num_micro_batches=num_micro_batches, sent_bytes=sent, link_seconds=busy)
 
 
 def _kind(trace: Trace) -> str:

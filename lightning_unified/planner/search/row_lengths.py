@@ -60,7 +60,7 @@ class RowLengths:
             MisalignedError: If the step is no function of its rows and their length.
             DryRunError: If a size cannot be traced.
         """
-        own = self._traces.of(self._combination).even_traces(parts=2)
+        own = self._traces.of(self._combination).even_traces(num_micro_batches=2)
         if not own or own[-1].length is None:
             raise MisalignedError("no micro-batches of one size were traced, or their rows have no length")
         known = {(trace.rows, trace.length): trace for trace in own}
@@ -94,9 +94,9 @@ class RowLengths:
         lines, least = self._lines, _ROWS[0] * self.unit
         assert lines is not None
 
-        def trace_step(first: int, parts: int, later: int) -> Trace:
+        def trace_step(first: int, num_micro_batches: int, later: int) -> Trace:
             if min(first, later) < least:
-                return self._dry_run(first, parts, later, length=length)
+                return self._dry_run(first, num_micro_batches, later, length=length)
             return lines.at(first, length=length, later_rows=later)
 
         counted = self._traces.counted

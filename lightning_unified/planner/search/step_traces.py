@@ -173,8 +173,8 @@ class StepTraces:
         A size of None means the whole batch.
         """
         rows = min(micro_batch_size or self.rows, self.rows)
-        parts = -(-self.rows // rows)
-        return self.of(combination).exactly(rows, parts=parts), parts
+        num_micro_batches = -(-self.rows // rows)
+        return self.of(combination).exactly(rows, num_micro_batches=num_micro_batches), num_micro_batches
 
     def bounds(self, own: Combination) -> Bounds:
         """Return lower bounds for other combinations.
@@ -182,7 +182,9 @@ class StepTraces:
         They follow from the user's own step in the fewest micro-batches allowed.
         """
         fewest = self.splits[0]
-        return Bounds(self._step.module, own, lambda: self.of(own).at(fewest[0], parts=len(fewest)), sizes=fewest)
+        return Bounds(
+            self._step.module, own, lambda: self.of(own).at(fewest[0], num_micro_batches=len(fewest)), sizes=fewest
+        )
 
     def dry_run(self, combination: Combination) -> Callable[..., Trace]:
         """Return a function that traces the step, with the arguments of `DryRuns.step`."""

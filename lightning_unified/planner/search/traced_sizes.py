@@ -72,33 +72,34 @@ class TracedSizes:
         self._peaks: dict[tuple[int, int], int] = {}
         self._lines: dict[int, Interpolation | None] = {}
 
-    def at(self, micro_batch_size: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step in `parts` micro-batches of that size, which shows at most two.
+    def at(self, micro_batch_size: int, *, num_micro_batches: int = 1) -> Trace:
+        """Return the trace of a step in so many micro-batches of that size, which shows at most two.
 
         Further micro-batches add only their share of the batch, which waits on the device. The trace counts that share.
         """
-        parts = min(parts, 2)
-        key = micro_batch_size, parts
+        num_micro_batches = min(num_micro_batches, 2)
+        key = micro_batch_size, num_micro_batches
         if key not in self._traces:
-            self._traces[key] = self._made(micro_batch_size, parts)
+            self._traces[key] = self._made(*key)
         return self._traces[key]
 
-    def exactly(self, micro_batch_size: int, *, parts: int) -> Trace:
+    def exactly(self, micro_batch_size: int, *, num_micro_batches: int) -> Trace:
         """Return the trace from a dry run at that size, not from lines.
 
         `at` returns it from now on.
         """
-        parts = min(parts, 2)
-        self._traces[micro_batch_size, parts] = self._by_itself(micro_batch_size, parts)
-        self._peaks.pop((micro_batch_size, parts), None)
-        return self._traces[micro_batch_size, parts]
+        num_micro_batches = min(num_micro_batches, 2)
+        key = micro_batch_size, num_micro_batches
+        self._traces[key] = self._by_itself(*key)
+        self._peaks.pop(key, None)
+        return self._traces[key]
 
-    def even_traces(self, *, parts: int) -> list[Trace]:
+    def even_traces(self, *, num_micro_batches: int) -> list[Trace]:
         """Return the dry runs so far of micro-batches of one size, each of two units or more."""
         return [
             trace
             for (size, of, second), trace in self._own.items()
-            if of == parts and size == second and size >= _FIT[0] * self._unit
+            if of == num_micro_batches and size == second and size >= _FIT[0] * self._unit
         ]
 
     def distrust_lines(self) -> None:
@@ -106,7 +107,7 @@ class TracedSizes:
         self._lines = {1: None, 2: None}
         self._traces, self._peaks = {}, {}
 
-    def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
+    def peak_bytes(self, micro_batch_size: int, *, num_micro_batches: int = 1) -> int:
         """Return the peak of live bytes in that step.
 
         The result is a lower bound if the peak needs another dry run.
@@ -115,68 +116,73 @@ class TracedSizes:
         through two smaller sizes. Fewer rows take at least their share of a larger size. This rules out most sizes that are too large
         without a dry run.
         """
-        parts = min(parts, 2)
-        if (micro_batch_size, parts) in self._traces or self._lines_at(micro_batch_size, parts) is not None:
-            return self._peak(micro_batch_size, parts)
-        if parts == 1 and self._least is None:
-            return self._peak(micro_batch_size, parts)
-        return self._least_bytes(micro_batch_size, parts)
+        num_micro_batches = min(num_micro_batches, 2)
+        key = micro_batch_size, num_micro_batches
+        if key in self._traces or self._lines_at(*key) is not None:
+            return self._peak(*key)
+        if num_micro_batches == 1 and self._least is None:
+            return self._peak(*key)
+        return self._least_bytes(*key)
 
-    def _least_bytes(self, size: int, parts: int) -> int:
-        smallest = size if parts == 1 else self._second.get(size, size)
+    def _least_bytes(self, size: int, num_micro_batches: int) -> int:
+        smallest = size if num_micro_batches == 1 else self._second.get(size, size)
         found = [0 if self._least is None else self._least(smallest)]
         found += [
-            least_bytes(trace, smallest) for (larger, _), trace in self._traces.items() if larger > size and parts > 1
+            least_bytes(trace, smallest)
+            for (larger, _), trace in self._traces.items()
+            if larger > size and num_micro_batches > 1
         ]
-        known = sorted({smaller for smaller, of, _ in self._own if of == parts and smaller < size})[-2:]
+        known = sorted({smaller for smaller, of, _ in self._own if of == num_micro_batches and smaller < size})[-2:]
         if not known:
             return max(found)
-        taken = [self._peak(smaller, parts) for smaller in known]
+        taken = [self._peak(smaller, num_micro_batches) for smaller in known]
         more = 0.0
         if len(known) > 1 and known[0] >= _FIT[0] * self._unit:
             more = (taken[1] - taken[0]) / (known[1] - known[0]) * (size - known[1])
         return max(*found, taken[-1] + max(int(more), 0))
 
-    def _peak(self, size: int, parts: int) -> int:
-        if (size, parts) not in self._peaks:
-            self._peaks[size, parts] = peak(self.at(size, parts=parts)).bytes
-        return self._peaks[size, parts]
+    def _peak(self, size: int, num_micro_batches: int) -> int:
+        if (size, num_micro_batches) not in self._peaks:
+            self._peaks[size, num_micro_batches] = peak(self.at(size, num_micro_batches=num_micro_batches)).bytes
+        return self._peaks[size, num_micro_batches]
 
-    def _made(self, size: int, parts: int) -> Trace:
-        lines = self._lines_at(size, parts)
+    def _made(self, size: int, num_micro_batches: int) -> Trace:
+        lines = self._lines_at(size, num_micro_batches)
         if lines is None:
-            return self._by_itself(size, parts)
-        return self._complete(lines.at(size), rows=size * parts)
+            return self._by_itself(size, num_micro_batches)
+        return self._complete(lines.at(size), rows=size * num_micro_batches)
 
-    def _lines_at(self, size: int, parts: int) -> Interpolation | None:
+    def _lines_at(self, size: int, num_micro_batches: int) -> Interpolation | None:
         """Return the lines that give a size; None for a size that needs a dry run."""
-        whole, small = parts == 1 and size == self._rows, size < _FIT[0] * self._unit
-        uneven = parts > 1 and size < _FEW * self._unit and self._second.get(size, size) < size
-        few = parts > 1 and parts not in self._lines and sum(of > 1 for _, of, _ in self._own) < _TRIED
-        return None if whole or small or uneven or few else self._lines_of(parts)
+        whole, small = num_micro_batches == 1 and size == self._rows, size < _FIT[0] * self._unit
+        uneven = num_micro_batches > 1 and size < _FEW * self._unit and self._second.get(size, size) < size
+        is_new = num_micro_batches > 1 and num_micro_batches not in self._lines
+        few = is_new and sum(of > 1 for _, of, _ in self._own) < _TRIED
+        return None if whole or small or uneven or few else self._lines_of(num_micro_batches)
 
-    def _lines_of(self, parts: int) -> Interpolation | None:
-        if parts not in self._lines:
-            self._lines[parts] = None
+    def _lines_of(self, num_micro_batches: int) -> Interpolation | None:
+        if num_micro_batches not in self._lines:
+            self._lines[num_micro_batches] = None
             if self._rows >= _FEW * self._unit:
                 sizes = [count * self._unit for count in _FIT]
                 with suppress(MisalignedError):
-                    self._lines[parts] = Interpolation([self._traced(size, parts, size) for size in sizes])
-        return self._lines[parts]
+                    traces = [self._traced(size, num_micro_batches, size) for size in sizes]
+                    self._lines[num_micro_batches] = Interpolation(traces)
+        return self._lines[num_micro_batches]
 
-    def _by_itself(self, size: int, parts: int) -> Trace:
+    def _by_itself(self, size: int, num_micro_batches: int) -> Trace:
         """Return the trace from a dry run at that size.
 
         All callers get one object, because replays are kept on it.
         """
-        if (size, parts) not in self._whole:
-            second = self._second.get(size, size) if parts > 1 else size
-            traced = self._traced(size, parts, second)
-            self._whole[size, parts] = self._complete(traced, rows=size + (parts - 1) * second)
-        return self._whole[size, parts]
+        if (size, num_micro_batches) not in self._whole:
+            second = self._second.get(size, size) if num_micro_batches > 1 else size
+            traced = self._traced(size, num_micro_batches, second)
+            self._whole[size, num_micro_batches] = self._complete(traced, rows=size + (num_micro_batches - 1) * second)
+        return self._whole[size, num_micro_batches]
 
-    def _traced(self, size: int, parts: int, second: int) -> Trace:
-        key = size, parts, second
+    def _traced(self, size: int, num_micro_batches: int, second: int) -> Trace:
+        key = size, num_micro_batches, second
         if key not in self._own:
             self._own[key] = self._trace(*key)
         return self._own[key]
@@ -196,7 +202,7 @@ class TracedSizes:
         They stay on the device during the whole step.
         """
         missing = (self._rows - rows) * self._row_bytes
-        if missing <= 0 or (self._holds_batch and trace.parts > 1):
+        if missing <= 0 or (self._holds_batch and trace.num_micro_batches > 1):
             return trace
         taken = {event.storage for event in trace.events if isinstance(event, Take)}
         waiting = Take(storage=max(taken, default=0) + 1, bytes=missing, category="batch")

@@ -41,7 +41,7 @@ class Point(IntEnum):
     PLAN = 11
     GATHER = 12
     UPDATE = 13
-    PARTS = 14
+    MICRO_BATCHES = 14
     SAVING = 15
 
 

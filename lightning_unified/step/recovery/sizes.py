@@ -153,12 +153,12 @@ class MicroBatchSize:
         evidence: The sizes that ran and the sizes that failed.
         unit: Rows that stay together.
         least: The least number of rows in every micro-batch.
-        parts: The least number of micro-batches of the next batch, on which ranks in lockstep agree.
+        num_micro_batches: The least number of micro-batches of the next batch, on which ranks in lockstep agree.
     """
 
     def __init__(self, asked: int | str) -> None:
         self.asked = self.max_micro_batch_size = None if isinstance(asked, str) else asked
-        self.unit = self.least = self.parts = 1
+        self.unit = self.least = self.num_micro_batches = 1
         self.evidence = SizeEvidence()
 
     def keep_together(self, unit: Any, *, least: int = 1, whose: str) -> None:
@@ -184,16 +184,16 @@ class MicroBatchSize:
     @property
     def runs_whole(self) -> bool:
         """Whether nothing limits the size, so that every batch runs whole."""
-        return self.max_micro_batch_size is None and not self.evidence.has_failures and self.parts == 1
+        return self.max_micro_batch_size is None and not self.evidence.has_failures and self.num_micro_batches == 1
 
     def micro_batches(self, shape: BatchShape) -> list[int]:
         """Return the rows of each micro-batch of a batch of this shape."""
-        size = min(self._allowed(shape), -(-self._units(shape) // self.parts) * self.unit)
+        size = min(self._allowed(shape), -(-self._units(shape) // self.num_micro_batches) * self.unit)
         return split_rows(shape.rows, micro_batch_size=size, unit=self.unit, least=self.least)
 
     def micro_batch_size(self, shape: BatchShape) -> int:
         """Return the rows of the largest micro-batch of such a batch, even if it cannot be split."""
-        if shape.rows <= self._allowed(shape) and self.parts == 1:
+        if shape.rows <= self._allowed(shape) and self.num_micro_batches == 1:
             return shape.rows
         return max(self.micro_batches(BatchShape(rows=self._units(shape) * self.unit, elements=shape.elements)))
 

@@ -3,7 +3,7 @@
 FSDP2 gathers each block before its forward and its backward pass, and reduces its gradients after it. So a step is full of
 collectives, and no rank may fail alone in it:
 
-    PARTS          ranks agree on the number of micro-batches: that of the rank that needs the most
+    MICRO_BATCHES  ranks agree on the number of micro-batches: that of the rank that needs the most
     GATHER         a vote before each collective, when its buffers are allocated: a rank that ran out of memory votes once,
                    and all leave the step
     GRADIENTS      a vote at the end of the passes, as for ranks that run alone
@@ -119,8 +119,8 @@ class LockstepOptimization(ShardedUpdate):
 
     @override
     def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        parts = agree_on_parts(self._ranks, self._policy.sizes, self._shape)
-        if parts > 1:
+        num_micro_batches = agree_on_num_micro_batches(self._ranks, self._policy.sizes, self._shape)
+        if num_micro_batches > 1:
             _refuse_split(self.trainer, self._distributed_policy, "fit")
         self._shards.collectives.vote = self._vote
         outputs, reason = super()._run_attempt(run)
@@ -154,7 +154,7 @@ class LockstepEvaluation(EvaluationSteps):
         self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str
     ) -> Any:
         with self._ranks.reporting_errors():
-            if agree_on_parts(self._ranks, self._policy.evaluation_sizes, shape) > 1:
+            if agree_on_num_micro_batches(self._ranks, self._policy.evaluation_sizes, shape) > 1:
                 _refuse_split(self._trainer, self._distributed_policy, STAGES[phase])
             heard: list[str] = []
 
@@ -183,26 +183,26 @@ class LockstepEvaluation(EvaluationSteps):
         return output
 
 
-def agree_on_parts(ranks: Ranks, sizes: MicroBatchSize, shape: BatchShape | None) -> int:
+def agree_on_num_micro_batches(ranks: Ranks, sizes: MicroBatchSize, shape: BatchShape | None) -> int:
     """Let all ranks run as many micro-batches as the one that needs the most; return their number.
 
     Raises:
         RankError: If this rank's batch has fewer rows than that.
     """
-    sizes.parts = 1
+    sizes.num_micro_batches = 1
     needed = 1 if shape is None or sizes.runs_whole else len(sizes.micro_batches(shape))
-    words = ranks.meet(Point.PARTS, digest=needed)
-    parts = max(word.digest for word in words)
-    sizes.parts = parts
+    words = ranks.meet(Point.MICRO_BATCHES, digest=needed)
+    num_micro_batches = max(word.digest for word in words)
+    sizes.num_micro_batches = num_micro_batches
     own = 1 if shape is None else len(sizes.micro_batches(shape))
-    if own != parts:
-        sizes.parts = 1
+    if own != num_micro_batches:
+        sizes.num_micro_batches = 1
         rows = "a batch that is not split" if shape is None else f"a batch of {shape.rows} rows"
         raise RankError(
-            f'rank {ranks.rank} has {rows}, and another rank runs its batch in {parts} micro-batches: with hold="shards" all ranks run '
-            'the same number. Give every rank batches of as many rows, or hold="parameters".'
+            f"rank {ranks.rank} has {rows}, and another rank runs its batch in {num_micro_batches} micro-batches: "
+            'with hold="shards" all ranks run the same number. Give every rank batches of as many rows, or hold="parameters".'
         )
-    return parts
+    return num_micro_batches
 
 
 def refuse_other_collectives(words: Sequence[Word]) -> None:

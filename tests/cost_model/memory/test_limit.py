@@ -19,7 +19,7 @@ def step():
     for storage, size in ((1, 20), (2, 60)):
         events += [Take(storage, size * MIB, "activations"), Give(storage)]
     events += [Take(storage, size * MIB, "activations") for storage, size in ((3, 80), (4, 40), (5, 30))]
-    return Trace(events=(*events, Give(3), Give(4), Give(5)), rows=1, parts=1, backend="cuda")
+    return Trace(events=(*events, Give(3), Give(4), Give(5)), rows=1, num_micro_batches=1, backend="cuda")
 
 
 def test_a_step_fits_within_what_it_takes_and_not_within_less_than_lives(step):
@@ -54,7 +54,7 @@ def test_memory_of_single_mappings_is_available_again_once_freed():
     events = [Take(0, MIB, "weights"), Work("mm", "forward")]
     events += [Take(1, 100 * 1024, "activations"), Take(2, 64 * 1024, "activations"), Give(1)]
     events += [Take(3, 120 * 1024, "activations"), Give(2), Give(3)]
-    step = Trace(events=tuple(events), rows=1, parts=1, backend="cpu")
+    step = Trace(events=tuple(events), rows=1, num_micro_batches=1, backend="cpu")
 
     assert fits_within(step, MIB + 200 * 1024, settings=AllocatorSettings(mmap_threshold=64 * 1024))
     assert not fits_within(step, MIB + 200 * 1024)
@@ -65,6 +65,6 @@ def test_free_neighbours_on_a_mac_fit_a_larger_block_since_torch_2_14(version, f
     events = [Take(0, MIB, "weights"), Work("mm", "forward")]
     events += [Take(number, 7 * MIB, "activations") for number in range(1, 5)]
     events += [Give(1), Give(2), Take(5, 9 * MIB, "activations"), Take(6, 5 * MIB, "activations")]
-    step = Trace(events=tuple(events), rows=1, parts=1, backend="mps")
+    step = Trace(events=tuple(events), rows=1, num_micro_batches=1, backend="mps")
 
     assert fits_within(step, 49 * MIB, settings=AllocatorSettings(torch_version=version)) is fits

@@ -229,7 +229,7 @@ def test_a_summary_joins_peak_allocator_and_places(made):
     assert found.peak_bytes == allocator_peak(made(rows=64)).allocated
     assert found.reserved_bytes == reserved_bytes(made(rows=64))
     assert sum(found.categories.values()) == found.peak_bytes
-    assert (found.rows, found.parts, found.seconds, found.planning_seconds) == (64, 1, 1.5, 0.25)
+    assert (found.rows, found.num_micro_batches, found.seconds, found.planning_seconds) == (64, 1, 1.5, 0.25)
     assert found.instant == "backward of blocks.2.attention (aten.mm)"
     assert found.confidence == "high"
 

@@ -17,8 +17,8 @@ from tests.support.memory.made_traces import MadeTraces, rates
 KEPT = RecomputePolicy(blocks="all", keep_attention=True)
 
 
-def trace(*works, backend="cuda", parts=1):
-    return Trace(events=works, rows=4, backend=backend, parts=parts)
+def trace(*works, backend="cuda", num_micro_batches=1):
+    return Trace(events=works, rows=4, backend=backend, num_micro_batches=num_micro_batches)
 
 
 BIG = Work("mm", "forward", flops=10**12, moved=10**6, dtype="float32")
@@ -86,11 +86,15 @@ def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_even_micro_batches_cost_as_much_as_their_common_trace(backend, parts):
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 7])
+def test_even_micro_batches_cost_as_much_as_their_common_trace(backend, num_micro_batches):
     traces = MadeTraces(backend=backend)
-    whole = step_seconds(traces.at(5, parts=parts), rates(part=1e-4))
-    split = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
+    whole = step_seconds(traces.at(5, num_micro_batches=num_micro_batches), rates(part=1e-4))
+    split = split_seconds(
+        lambda rows, num_micro_batches: traces.at(rows, num_micro_batches=num_micro_batches),
+        [5] * num_micro_batches,
+        rates(part=1e-4),
+    )
 
     assert split == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
 
@@ -99,7 +103,9 @@ def test_a_smaller_last_micro_batch_costs_less_than_a_full_one():
     traces = MadeTraces()
 
     def seconds(sizes):
-        return split_seconds(lambda rows, parts: traces.at(rows, parts=parts), sizes, rates())
+        return split_seconds(
+            lambda rows, num_micro_batches: traces.at(rows, num_micro_batches=num_micro_batches), sizes, rates()
+        )
 
     assert seconds([4, 4]) > seconds([4, 3]) > seconds([3, 3])
 

@@ -23,8 +23,8 @@ RATES = Rates(name="made up", flops={"float32": 1e9}, bandwidth=1e12, launch=0.0
 SECOND = 10**9  # operations, or bytes sent, of one second
 
 
-def trace(*events, backend="cuda", parts=1):
-    return Trace(events=events, rows=1, parts=parts, backend=backend)
+def trace(*events, backend="cuda", num_micro_batches=1):
+    return Trace(events=events, rows=1, num_micro_batches=num_micro_batches, backend=backend)
 
 
 def work(phase, seconds):
@@ -92,16 +92,20 @@ def test_a_machine_without_a_link_spends_no_time_on_collectives():
     alone = replace(RATES, link=None)
 
     assert step_seconds(trace(work("forward", 1), sends("forward", 5)), alone) == pytest.approx(1)
-    assert communication(trace(sends("forward", 5)), None, parts=1) == (5 * SECOND, None)
+    assert communication(trace(sends("forward", 5)), None, num_micro_batches=1) == (5 * SECOND, None)
 
 
 def test_each_micro_batch_gathers_again_and_the_update_reduces_once():
     step = trace(
-        sends("forward", 1), sends("forward", 1), sends("optimizer step", 4, overlaps=False), backend="cuda", parts=2
+        sends("forward", 1),
+        sends("forward", 1),
+        sends("optimizer step", 4, overlaps=False),
+        backend="cuda",
+        num_micro_batches=2,
     )
 
-    assert communication(step, LINK, parts=2) == (6 * SECOND, pytest.approx(6))
-    assert communication(step, LINK, parts=8) == (12 * SECOND, pytest.approx(12))
+    assert communication(step, LINK, num_micro_batches=2) == (6 * SECOND, pytest.approx(6))
+    assert communication(step, LINK, num_micro_batches=8) == (12 * SECOND, pytest.approx(12))
     assert split_seconds(lambda *_: step, (1,) * 8, RATES) == pytest.approx(12)
 
 

@@ -76,8 +76,8 @@ def test_attention_that_is_materialised_is_quadratic_from_three_traces(made, len
 
 
 def test_a_split_step_of_any_rows_is_computed_from_two_split_steps(made):
-    at = Interpolation([made(rows=2, parts=2), made(rows=4, parts=2)]).at(5)
-    assert happened(at) == happened(made(rows=5, parts=2))
+    at = Interpolation([made(rows=2, num_micro_batches=2), made(rows=4, num_micro_batches=2)]).at(5)
+    assert happened(at) == happened(made(rows=5, num_micro_batches=2))
     assert at.notes[0].endswith("2 rows of 16, 4 rows of 16 in 2 micro-batches")
 
 
@@ -137,10 +137,15 @@ def test_a_trace_that_is_longer_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("backend", "mps"), ("options", {"precision": "bf16-mixed"}), ("parts", 2)]
+    ("field", "value", "words"),
+    [
+        ("backend", "mps", "backend: cuda and mps"),
+        ("options", {"precision": "bf16-mixed"}, "options"),
+        ("num_micro_batches", 2, "micro-batches: 1 and 2"),
+    ],
 )
-def test_traces_of_other_settings_are_refused(made, field, value):
-    with pytest.raises(MisalignedError, match=f"differ in {field}"):
+def test_traces_of_other_settings_are_refused(made, field, value, words):
+    with pytest.raises(MisalignedError, match=f"differ in {words}"):
         Interpolation([made(rows=2), replace(made(rows=4), **{field: value})])
 
 

@@ -25,7 +25,7 @@ def layout(strategy, *, hold="", seconds=1.0, fits=True, reserved=GIB):
         hold=hold,
         recompute="none",
         micro_batch_size=1,
-        parts=1,
+        num_micro_batches=1,
         peak_bytes=reserved,
         reserved_bytes=reserved,
         seconds=seconds,

@@ -16,10 +16,10 @@ from tests.support.ranks.counted_peaks import counted_peak, join
 from tests.support.ranks.processes import on_ranks
 
 
-def traced(devices, *, hold=None, parts=1):
+def traced(devices, *, hold=None, num_micro_batches=1):
     with fake_group(devices):
         step = StepSpec(module=Net(), batch=torch.zeros(ROWS, WIDTH), sharding=Sharding(devices=devices, hold=hold))
-        return DryRun(step).run(ROWS // parts, parts)
+        return DryRun(step).run(ROWS // num_micro_batches, num_micro_batches)
 
 
 def collectives(trace):
@@ -59,8 +59,10 @@ def test_a_step_gathers_each_block_twice_and_reduces_it_once():
 
 
 def test_every_micro_batch_gathers_and_reduces_unless_parameters_stay_whole():
-    assert len(collectives(traced(2, parts=2))) == 2 * len(collectives(traced(2)))
-    assert len(collectives(traced(2, hold="parameters", parts=2))) == len(collectives(traced(2, hold="parameters")))
+    assert len(collectives(traced(2, num_micro_batches=2))) == 2 * len(collectives(traced(2)))
+    assert len(collectives(traced(2, hold="parameters", num_micro_batches=2))) == len(
+        collectives(traced(2, hold="parameters"))
+    )
 
 
 @pytest.mark.parametrize("devices", some([1, 2, 4, 8], 2, 8))

@@ -46,7 +46,7 @@ def transformed():
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "parts"),
+    ("kind", "precision", "num_micro_batches"),
     [
         slow(Perceptron, "32-true", 1),
         (Perceptron, "bf16-mixed", 2),
@@ -54,14 +54,21 @@ def transformed():
         (Transformer, "bf16-mixed", 1),
     ],
 )
-def test_peak_is_that_of_the_real_step(kind, precision, parts, tmp_path):
-    trace = trace_step(kind(), kind.batch(4), rows=ROWS, parts=parts, precision=precision)
-    real = live_peak(kind, kind.batch(ROWS * parts), rows=ROWS, parts=parts, precision=precision, folder=tmp_path)
+def test_peak_is_that_of_the_real_step(kind, precision, num_micro_batches, tmp_path):
+    trace = trace_step(kind(), kind.batch(4), rows=ROWS, num_micro_batches=num_micro_batches, precision=precision)
+    real = live_peak(
+        kind,
+        kind.batch(ROWS * num_micro_batches),
+        rows=ROWS,
+        num_micro_batches=num_micro_batches,
+        precision=precision,
+        folder=tmp_path,
+    )
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
 def test_the_optimizer_step_begins_after_the_last_micro_batch():
-    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=3)
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, num_micro_batches=3)
     phases = [event.phase for event in trace.events if isinstance(event, Work)]
     begins = phases.index("optimizer step")
 
@@ -93,9 +100,11 @@ def test_peak_of_two_optimizers_stepped_by_hand_is_that_of_the_real_step(tmp_pat
 
 
 def test_the_peak_of_a_split_and_clipped_window_is_that_of_the_real_one(tmp_path):
-    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=2, accumulate=2, clip=1.0)
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, num_micro_batches=2, accumulate=2, clip=1.0)
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    real = live_peak(Perceptron, Perceptron.batch(2 * ROWS), rows=ROWS, parts=2, steps=4, folder=tmp_path, **settings)
+    real = live_peak(
+        Perceptron, Perceptron.batch(2 * ROWS), rows=ROWS, num_micro_batches=2, steps=4, folder=tmp_path, **settings
+    )
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
@@ -231,7 +240,7 @@ def test_a_fit_can_trace_its_own_step_and_goes_on_as_it_would_have(tmp_path):
     class Asks(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if asks and batch_idx == 1:
-                self.trace = trace_step(pl_module, batch, rows=4, parts=2, trainer=trainer)
+                self.trace = trace_step(pl_module, batch, rows=4, num_micro_batches=2, trainer=trainer)
 
     class Module(Perceptron):
         def training_step(self, batch, batch_idx):
@@ -277,7 +286,7 @@ def test_module_batch_and_generators_are_untouched():
     weights = {name: (value.data_ptr(), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
     entries, copies = set(vars(module)), [value.clone() for value in batch]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    trace_step(module, batch, rows=4, parts=2)
+    trace_step(module, batch, rows=4, num_micro_batches=2)
     for name, value in module.state_dict(keep_vars=True).items():
         assert value.data_ptr() == weights[name][0]
         assert torch.equal(value, weights[name][1])

@@ -46,16 +46,16 @@ def numbered(trace):
             events.append((len(numbers) - 1, event.bytes, event.category))
         else:
             events.append(numbers[event.storage] if isinstance(event, Give) else event)
-    return events, trace.rows, trace.parts, trace.reads, trace.notes, trace.options
+    return events, trace.rows, trace.num_micro_batches, trace.reads, trace.notes, trace.options
 
 
 def followed(module, batch, **setting):
     """Traces of all sizes, and the number followed on an earlier fake copy."""
     recompute = setting.pop("recompute", None)
     dry_runs, traces, shared = DryRuns(StepSpec(module=module, batch=batch, **setting), recompute=recompute), [], 0
-    for rows, parts in SIZES:
+    for rows, num_micro_batches in SIZES:
         before = dry_runs._last
-        traces.append(dry_runs.step(rows, parts))
+        traces.append(dry_runs.step(rows, num_micro_batches))
         shared += before is not None and dry_runs._last is before
     return traces, shared
 
@@ -72,11 +72,11 @@ def test_steps_with_other_recomputed_blocks_are_traced_on_the_same_fake_copy(kin
     setting = {"backend": "cuda", "precision": "bf16-mixed"}
     step = StepSpec(module=module, batch=batch, **setting)
     asked = [DryRuns(step, recompute=policy, fake_copies=fake_copies) for policy in POLICIES]
-    traces = [dry_runs.step(rows, parts) for dry_runs in asked for rows, parts in sizes]
+    traces = [dry_runs.step(rows, num_micro_batches) for dry_runs in asked for rows, num_micro_batches in sizes]
     alone = [
-        trace_step(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
+        trace_step(module, batch, recompute=policy, rows=rows, num_micro_batches=num_micro_batches, **setting)
         for policy in POLICIES
-        for rows, parts in sizes
+        for rows, num_micro_batches in sizes
     ]
 
     assert len({id(dry_runs._last) for dry_runs in asked}) == 1
@@ -91,7 +91,10 @@ def summed_up(trace):
 
 
 def by_themselves(module, batch, **setting):
-    return [trace_step(module, batch, rows=rows, parts=parts, **setting) for rows, parts in SIZES]
+    return [
+        trace_step(module, batch, rows=rows, num_micro_batches=num_micro_batches, **setting)
+        for rows, num_micro_batches in SIZES
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
 
 @pytest.mark.parametrize("kind", some([Convolutions, Transformer], Convolutions))
 def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
-    setting = {"rows": 2, "parts": 2, "backend": "cuda", "precision": "bf16-mixed"}
+    setting = {"rows": 2, "num_micro_batches": 2, "backend": "cuda", "precision": "bf16-mixed"}
     quick = trace_step(kind(), kind.batch(4), **setting)
     monkeypatch.setattr(fake, "CachedFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
 

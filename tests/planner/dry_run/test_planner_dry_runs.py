@@ -27,9 +27,9 @@ def traced(monkeypatch):
             super().__init__(*args, recompute=recompute, **combination)
             self.recompute = recompute
 
-        def step(self, rows, parts=1, later_rows=None):
-            asked.append((self.recompute, rows, parts))
-            return super().step(rows, parts, later_rows)
+        def step(self, rows, num_micro_batches=1, later_rows=None):
+            asked.append((self.recompute, rows, num_micro_batches))
+            return super().step(rows, num_micro_batches, later_rows)
 
     monkeypatch.setattr(step_traces, "DryRuns", Noted)
     return asked
@@ -70,15 +70,15 @@ def chosen(*, share, only_best=True, layers=2, kind=Transformer, chunks=(None,),
 def test_a_plan_that_no_other_setting_can_beat_has_no_other_traced(traced):
     best = chosen(share=0.75, launch=1e-9)
 
-    assert (best.recompute, best.parts) == ("none", 2)
+    assert (best.recompute, best.num_micro_batches) == ("none", 2)
     assert traced == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
 
 
 def test_a_batch_is_not_traced_split_where_the_whole_is_always_faster(traced):
     best = chosen(share=0.9, layers=4, launch=1e-9, part=1.0)
 
-    assert (best.recompute, best.parts) == ("2 of 4 blocks", 1)
-    assert {(rows, parts) for _, rows, parts in traced} == {(8, 1)}
+    assert (best.recompute, best.num_micro_batches) == ("2 of 4 blocks", 1)
+    assert {(rows, num_micro_batches) for _, rows, num_micro_batches in traced} == {(8, 1)}
     assert len(traced) < 4
 
 

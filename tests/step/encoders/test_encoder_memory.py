@@ -27,23 +27,28 @@ def deep_batch(rows=64):
 
 @pytest.mark.slow
 def test_memory_falls_with_the_chunk(tmp_path):
-    peaks = {rows: live_peak(Deep, deep_batch(), parts=64 // rows, rows=rows, folder=tmp_path) for rows in (64, 16, 4)}
+    peaks = {
+        rows: live_peak(Deep, deep_batch(), num_micro_batches=64 // rows, rows=rows, folder=tmp_path)
+        for rows in (64, 16, 4)
+    }
     activations = 2 * 64 * 128 * 32 * 4 * 12
     assert peaks[64] > activations
     assert peaks[16] < 0.3 * peaks[64]
     assert peaks[4] < 0.6 * peaks[16]
 
 
-@pytest.mark.parametrize("parts", some([1, 3, 4, 8], 3))
-def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(parts, tmp_path):
-    predicted = peak_of(trace_step(Deep(), deep_batch(), rows=-(-64 // parts), parts=parts, later_rows=64 // parts))
-    measured = live_peak(Deep, deep_batch(), parts=parts, rows=-(-64 // parts), folder=tmp_path)
+@pytest.mark.parametrize("chunks", some([1, 3, 4, 8], 3))
+def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(chunks, tmp_path):
+    predicted = peak_of(
+        trace_step(Deep(), deep_batch(), rows=-(-64 // chunks), num_micro_batches=chunks, later_rows=64 // chunks)
+    )
+    measured = live_peak(Deep, deep_batch(), num_micro_batches=chunks, rows=-(-64 // chunks), folder=tmp_path)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.slow
 def test_a_prediction_of_many_chunks_runs_two_of_them():
-    every = peak_of(trace_step(Deep(), deep_batch(), rows=8, parts=8))
+    every = peak_of(trace_step(Deep(), deep_batch(), rows=8, num_micro_batches=8))
     assert predict(Deep(), deep_batch(), device="cpu", micro_batch_size=8).peak_bytes == pytest.approx(every, rel=0.01)
 
 

@@ -40,7 +40,7 @@ def test_after_enough_batches_one_micro_batch_fewer_is_tried_and_used_if_it_fits
     run(sizes, shape(32), most=7)
     tried = {size for _ in range(400) for size in run(sizes, shape(32), most=7)}
 
-    assert tried == {4, 5, 6, 7}  # 8 parts, then 7, 6, 5; 4 parts would be of 8 rows, which failed
+    assert tried == {4, 5, 6, 7}  # 8 micro-batches, then 7, 6, 5; 4 would be of 8 rows, which failed
     assert sizes.micro_batch_size(shape(32)) == 7
 
 

@@ -35,10 +35,10 @@ class MadeTraces:
     batch_row: int = 0
     asked: list = field(default_factory=list)
 
-    def at(self, rows, *, parts=1):
-        self.asked.append((rows, parts))
-        events = [Take(0, self.fixed, "weights"), Take(10**6, self.batch_row * rows * parts, "batch")]
-        for part in range(parts):
+    def at(self, rows, *, num_micro_batches=1):
+        self.asked.append((rows, num_micro_batches))
+        events = [Take(0, self.fixed, "weights"), Take(10**6, self.batch_row * rows * num_micro_batches, "batch")]
+        for part in range(num_micro_batches):
             for phase in ("forward", "backward"):
                 events += [
                     Work("mm", phase, flops=f + fr * rows, moved=b + br * rows, dtype="float32")
@@ -48,10 +48,16 @@ class MadeTraces:
             if part:
                 events.append(Work("add_", "backward", moved=3 * self.fixed))
         events.append(Work("adam", "optimizer step", flops=self.optimizer[0], moved=self.optimizer[1]))
-        return Trace(events=tuple(events), rows=rows, parts=parts, backend=self.backend, length=self.length)
+        return Trace(
+            events=tuple(events),
+            rows=rows,
+            num_micro_batches=num_micro_batches,
+            backend=self.backend,
+            length=self.length,
+        )
 
-    def peak_bytes(self, rows, *, parts=1):
-        return self.fixed + self.batch_row * rows * parts + self.per_row * rows
+    def peak_bytes(self, rows, *, num_micro_batches=1):
+        return self.fixed + self.batch_row * rows * num_micro_batches + self.per_row * rows
 
 
 def taken(trace, *, times=1.0):

@@ -32,7 +32,7 @@ class Loader:
             yield apply_to_collection(self.batch, torch.Tensor, torch.clone)
 
 
-def live_peak(make, batch, *, parts=1, rows=None, steps=2, folder, setup=None, **settings):
+def live_peak(make, batch, *, num_micro_batches=1, rows=None, steps=2, folder, setup=None, **settings):
     """Return the most live bytes in the last of `steps` batches, weights included.
 
     The tensors in `batch` do not count.
@@ -43,7 +43,7 @@ def live_peak(make, batch, *, parts=1, rows=None, steps=2, folder, setup=None, *
         if setup is not None:
             setup(module)
         strategy = UnifiedStrategy(
-            micro_batch_size="auto" if parts == 1 else rows,
+            micro_batch_size="auto" if num_micro_batches == 1 else rows,
             check_split=False,
             batch_norm="micro",
             recompute=settings.pop("recompute", "auto"),

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 
 
-def trace_step(module, batch, *, rows, parts=1, later_rows=None, recompute=None, **settings):
+def trace_step(module, batch, *, rows, num_micro_batches=1, later_rows=None, recompute=None, **settings):
     """Return the trace of one step from a dry run of its own."""
     step = StepSpec(module=module, batch=batch, **settings)
-    return DryRun(step, recompute=recompute).run(rows, parts, later_rows)
+    return DryRun(step, recompute=recompute).run(rows, num_micro_batches, later_rows)
 
 
 class _Module(L.LightningModule):

@@ -106,7 +106,7 @@ def test_validations_are_planned_with_the_step(hold):
     weights = trained("auto", ranks=1, rank=0, **SETTINGS["clipped windows"])["weights"]
     for fits in planned(hold):
         validation = fits["validates"]["plan"].prediction.validation
-        assert (validation.rows, validation.parts) == (4, 1)
+        assert (validation.rows, validation.num_micro_batches) == (4, 1)
         assert validation.peak_bytes < fits["validates"]["plan"].prediction.peak_bytes
         torch.testing.assert_close(fits["validates"]["weights"], weights, rtol=0, atol=1e-10)
 

@@ -64,7 +64,7 @@ def test_a_validation_batch_that_does_not_fit_is_split_before_memory_runs_out(sa
 
     assert strategy.recoveries == 0
     assert strategy.events[event].startswith("validation planned: 2 micro-batches of up to 128 rows: ")
-    assert (validation.rows, validation.parts) == (128, 2)
+    assert (validation.rows, validation.num_micro_batches) == (128, 2)
     assert validation.reserved_bytes <= 48 * MIB
     assert strategy.plan.reasons["validation"].startswith("2 micro-batches of up to 128 rows")
     whole = fit("auto", kind=Validates, rows=16, validation_rows=256).trainer.callback_metrics["loss"]

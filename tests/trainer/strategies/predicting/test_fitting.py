@@ -244,6 +244,7 @@ def test_the_plan_is_plain_values_for_its_file():
 
     assert content["prediction"]["peak_bytes"] > 0
     assert content["prediction"]["categories"]["weights"] > 0
+    assert content["prediction"]["parts"] == strategy.plan.prediction.num_micro_batches
     assert content["reasons"]["prediction"]
 
 
