@@ -4,6 +4,7 @@ They are computed from the trace of the user's own step.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning as L
 
@@ -19,7 +20,7 @@ __all__ = ["Bounds"]
 
 
 class Bounds:
-    """Lower bounds for combinations of memory options that have not been traced.
+    """Lower bounds for combinations of memory options that have not been traced, while a search keeps the module unchanged.
 
     Args:
         module: The module, whose blocks may recompute their activations.
@@ -36,6 +37,8 @@ class Bounds:
     ) -> None:
         self.own = own
         self._module, self._step, self._sizes = module, step, sizes
+        self._blocks: dict[RecomputePolicy, frozenset[str]] = {}
+        self._least: dict[Any, tuple[Rates, Callable[[int], float]]] = {}
 
     def seconds(self, combination: Combination, *, rates: Rates) -> Callable[[int], float]:
         """Return a lower bound of the step's seconds, as a function of the number of micro-batches.
@@ -54,13 +57,15 @@ class Bounds:
         def runs_again(work: Work) -> bool:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
 
-        return least_seconds(
-            lambda _rows, _parts: self._step(),
-            self._sizes,
-            rates,
-            again=runs_again,
-            optimizer=combination.optimizer_kernel == own.optimizer_kernel,
-        )
+        optimizer = combination.optimizer_kernel == own.optimizer_kernel
+        key = again, keeps, optimizer
+        known = self._least.get(key)
+        if known is None or known[0] is not rates:
+            least = least_seconds(
+                lambda _rows, _parts: self._step(), self._sizes, rates, again=runs_again, optimizer=optimizer
+            )
+            known = self._least[key] = rates, least
+        return known[1]
 
     def bytes(self, combination: Combination) -> Callable[[int], int] | None:
         """Return a lower bound of the step's bytes; None if none is known.
@@ -85,8 +90,14 @@ class Bounds:
 
     def _names(self, policy: RecomputePolicy) -> frozenset[str]:
         """Return the names of the blocks that a policy chooses; empty if the module has none."""
-        try:
-            chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
-        except ValueError:
-            return frozenset()
-        return frozenset(name for name, child in self._module.named_modules() if id(child) in chosen)
+        if policy not in self._blocks:
+            self._blocks[policy] = _names(self._module, policy)
+        return self._blocks[policy]
+
+
+def _names(module: L.LightningModule, policy: RecomputePolicy) -> frozenset[str]:
+    try:
+        chosen = set(map(id, policy.choose(find_blocks(module).plain)))
+    except ValueError:
+        return frozenset()
+    return frozenset(name for name, child in module.named_modules() if id(child) in chosen)
