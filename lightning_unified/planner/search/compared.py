@@ -54,6 +54,7 @@ class ComparedOptions:
             if index >= always and self._has_traced_enough:
                 return
             bounds = self._bounds(combinations[0], combination)
+            self._traces.of(combination, bounds=bounds)  # its bytes have a lower bound
             yield self.option(combination, bounds=bounds, least=bounds.seconds(combination, rates=rates))
 
     def promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
