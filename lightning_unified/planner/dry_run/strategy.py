@@ -299,8 +299,9 @@ def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:
         if type(one).named_modules is not Module.named_modules:
             return list(module.parameters()), list(module.buffers())
         seen.add(id(one))
-        parameters.update((id(tensor), tensor) for tensor in one._parameters.values() if tensor is not None)
-        buffers.update((id(tensor), tensor) for tensor in one._buffers.values() if tensor is not None)
+        for own, found in ((one._parameters, parameters), (one._buffers, buffers)):
+            if own:  # most modules have neither
+                found.update((id(tensor), tensor) for tensor in own.values() if tensor is not None)
         waiting.extend(reversed(one._modules.values()))
     return list(parameters.values()), list(buffers.values())
 
