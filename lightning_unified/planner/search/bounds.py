@@ -4,9 +4,11 @@ They are computed from the trace of the user's own step.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import lightning as L
+from torch import nn
 
 from lightning_unified.cost_model.memory.lower_bound import is_within, least_bytes
 from lightning_unified.cost_model.rates import Rates
@@ -37,7 +39,6 @@ class Bounds:
     ) -> None:
         self.own = own
         self._module, self._step, self._sizes = module, step, sizes
-        self._blocks: dict[RecomputePolicy, frozenset[str]] = {}
         self._least: dict[Any, tuple[Rates, Callable[[int], float]]] = {}
 
     def seconds(self, combination: Combination, *, rates: Rates) -> Callable[[int], float]:
@@ -90,14 +91,15 @@ class Bounds:
 
     def _names(self, policy: RecomputePolicy) -> frozenset[str]:
         """Return the names of the blocks that a policy chooses; empty if the module has none."""
-        if policy not in self._blocks:
-            self._blocks[policy] = _names(self._module, policy)
-        return self._blocks[policy]
+        chosen = set(map(id, policy.choose(list(self._blocks.values()))))
+        return frozenset(name for name, block in self._blocks.items() if id(block) in chosen)
 
-
-def _names(module: L.LightningModule, policy: RecomputePolicy) -> frozenset[str]:
-    try:
-        chosen = set(map(id, policy.choose(find_blocks(module).plain)))
-    except ValueError:
-        return frozenset()
-    return frozenset(name for name, child in module.named_modules() if id(child) in chosen)
+    @cached_property
+    def _blocks(self) -> dict[str, nn.Module]:
+        """The blocks that can recompute their activations, by name, in the order in which they run."""
+        try:
+            plain = find_blocks(self._module).plain
+        except ValueError:
+            return {}
+        names = {id(child): name for name, child in self._module.named_modules()}
+        return {names[id(block)]: block for block in plain}
