@@ -138,7 +138,10 @@ def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
 
 
 def _least_loads(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> tuple[_Loads, _Loads]:
-    """Return the loads of a step that recomputes some operations, and those that each micro-batch adds, however few rows it has."""
+    """Return the loads of a step that recomputes some operations, and those that each micro-batch adds.
+
+    A micro-batch adds the latter however few rows it has.
+    """
     loads, starts = _loads(trace, rates), {("host", "forward"): rates.part * trace.parts}
     for work, (host, device) in _repeated(trace, rates):
         kernel = rates.kernel if work.flops or work.moved else 0.0
@@ -150,7 +153,7 @@ def _least_loads(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -
 
 
 def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, tuple[float, float]]]:
-    """Return the operations that every micro-batch repeats with their costs, which are computed once for a trace."""
+    """Return the operations that every micro-batch repeats, with their costs."""
     kept = trace.kept.get("repeated")
     if kept is None or kept[0] is not rates:
         costs = _Costs(rates, trace.backend)

@@ -22,7 +22,9 @@ __all__ = ["Bounds"]
 
 
 class Bounds:
-    """Lower bounds for combinations of memory options that have not been traced, while a search keeps the module unchanged.
+    """Lower bounds for combinations of memory options that have not been traced.
+
+    They hold for one search, in which the module stays as it is.
 
     Args:
         module: The module, whose blocks may recompute their activations.
