@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -10,18 +11,18 @@ import torch
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates, typical_rates
-from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.attention import AskedAttention, attention_choices, check_attention
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk, chunk_choices
 from lightning_unified.planner.arguments import check_recompute, check_step_arguments
+from lightning_unified.planner.chosen import chosen_plan
 from lightning_unified.planner.devices import DeviceGroup, backend_of, budget_bytes, calibration_of, speeds_of
 from lightning_unified.planner.devices.layouts import compared_layouts
 from lightning_unified.planner.devices.planners import Planners
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.other_phases import plan_validation, with_generation
+from lightning_unified.planner.other_phases import plan_validation
 from lightning_unified.planner.search.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.search.phases import Phases
 from lightning_unified.planner.search.planner import Planner
@@ -176,6 +177,7 @@ def plan(
     group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=known.name)
     group = group.holding(hold, module, budget_bytes=count)
     step = StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer)
+    is_later = phases is not None and phases.has_first
     planners = Planners(
         step, group, SizeLimits(micro_batch_size=micro_batch_size), phases=phases or Phases(), calibration=calibration
     )
@@ -189,8 +191,10 @@ def plan(
     )
     with group.entered():
         planner = planners.of(group)
-        choice = planner.choose(combinations, budget_bytes=count, rates=known)
-        found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
+        chosen = partial(chosen_plan, planner, combinations, step, rates=known, budget_bytes=count)
+        found = chosen(only_best=is_later)
+        if is_later and (found.prediction is None or found.prediction.step_bytes > count):
+            found = chosen(only_best=False)  # its page lists what would fit
         if group.strategy is not None:
             compared = [(str(one.strategy), one.hold or "", planners.of(one)) for one in group.layouts()]
             layouts = compared_layouts(
@@ -239,19 +243,16 @@ def plan_many(
         group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend_of(backend), name=known.name)
         group = group.holding(hold, module, budget_bytes=count)
         key = backend, group.hold
+        step = StepSpec(module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer)
         if key not in traces:
-            step = StepSpec(
-                module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer
-            )
             traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
         planner = Planner(traces[key], link=group.link)
         attentions = attention_choices(module, attention, backend=backend_of(backend))
         options["loss_chunk"] = group.loss_chunk(loss_chunk)
         combinations = _combinations(module, precision, attentions=attentions, **options)
         with group.entered():
-            choice = planner.choose(combinations, budget_bytes=count, rates=known)
-            found = _plan(planner, choice, precision=precision, budget_bytes=count)
-        plans[name] = group.in_plan(_with_generation(found, module, batch))
+            found = chosen_plan(planner, combinations, step, rates=known, budget_bytes=count)
+        plans[name] = group.in_plan(found)
     return plans
 
 
@@ -281,42 +282,6 @@ def _combinations(
     if optimizer_kernel in KERNELS:
         found = [replace(combination, optimizer_kernel=optimizer_kernel) for combination in found]
     return found
-
-
-def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int) -> Plan:
-    best = choice.best
-    if best is None:
-        return Plan(
-            micro_batch_size=None,
-            recompute=None,
-            precision=precision,
-            budget_bytes=budget_bytes,
-            alternatives=choice.alternatives,
-            reasons={"micro_batch_size": choice.reason},
-        )
-    combination = planner.combination_of(best)
-    return Plan(
-        micro_batch_size=best.micro_batch_size,
-        recompute=combination.recomputes,
-        recomputed=best.recompute,
-        precision=precision,
-        optimizer_kernel=best.optimizer_kernel,
-        loss_chunk=best.loss_chunk,
-        attention=best.attention,
-        budget_bytes=budget_bytes,
-        prediction=planner.prediction_of(best),
-        alternatives=choice.alternatives,
-        reasons={"micro_batch_size": choice.reason},
-    )
-
-
-def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan:
-    """Add the memory of generation before the step to a plan."""
-    if found.prediction is None:
-        return found
-    prediction, reason = with_generation(found.prediction, module, batch, precision=found.precision)
-    reasons = {**found.reasons, **({"generation": reason} if reason else {})}
-    return replace(found, prediction=prediction, reasons=reasons)
 
 
 def _validation(step: StepSpec, batch: Any, *, loss_chunk: int | None, attention: str | None) -> StepSpec:

@@ -13,6 +13,7 @@ from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.predict import plan_many
 from lightning_unified.planner.search.combinations import combinations_to_compare
+from lightning_unified.planner.search.phases import Phases
 from lightning_unified.units import format_bytes
 
 MIB = 2**20
@@ -124,6 +125,18 @@ def test_a_step_that_never_fits_is_refused_with_sizes_that_would(module):
     assert (plan.prediction, plan.micro_batch_size) == (None, None)
     assert plan.reasons["micro_batch_size"].startswith("no plan fits into 2.00 MiB")
     assert min(one.reserved_bytes for one in plan.alternatives) > 2 * MIB
+
+
+def test_a_later_phase_is_searched_as_a_fit_searches_it_unless_it_does_not_fit(module, tight):
+    given = {"device": "cuda", "rates": RATES}
+    phases, budgets = Phases(), (tight.budget_bytes, tight.budget_bytes, MIB)
+    first, later, short = (lightning_unified.plan(module, BATCH, budget=one, phases=phases, **given) for one in budgets)
+
+    assert first.alternatives == tight.alternatives
+    assert (later.micro_batch_size, later.recomputed) == (first.micro_batch_size, first.recomputed)
+    assert later.prediction.step_bytes == first.prediction.step_bytes
+    assert len(later.alternatives) < len(first.alternatives)
+    assert short.alternatives == lightning_unified.plan(module, BATCH, budget=MIB, **given).alternatives
 
 
 def test_machines_of_one_backend_are_planned_alike_under_one_budget(module, tight):

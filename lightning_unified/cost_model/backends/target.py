@@ -102,8 +102,7 @@ class _Target(TorchFunctionMode):
     def __init__(self, rules: Mapping[str, Callable[..., Any]], casts: Mapping[str, Cast], called: set[str]) -> None:
         super().__init__()
         self._called = called
-        self._rules = rules
-        self._casts = casts
+        self._routes = {name: (rules.get(name), casts.get(name)) for name in (*rules, *casts)}
 
     @override
     def __torch_function__(
@@ -115,9 +114,10 @@ class _Target(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        rule, cast = self._rules.get(name), self._casts.get(name)
-        if (rule is None and cast is None) or isinstance(func, FunctionType) or "out" in kwargs:
+        route = self._routes.get(name)
+        if route is None or isinstance(func, FunctionType) or "out" in kwargs:
             return func(*args, **kwargs)  # most calls read an attribute of a tensor
+        rule, cast = route
         if rule is not None and torch.is_grad_enabled():
             self._called.add(name)
         operation = func if rule is None else partial(rule, func)

@@ -117,12 +117,9 @@ def least_seconds(
         optimizer: Whether the optimizer runs as in the traced step; if not, it counts as 0 seconds.
     """
     trace = at(sizes[0], min(len(sizes), 2))
-    loads, again = _loads(trace, rates), _asked_once(again)
-    for event in trace.events:
-        if isinstance(event, Work) and _recomputed(event, again):
-            _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
+    loads, starts = _least_loads(trace, rates, again=_asked_once(again))
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
-    fewest, starts = _split(left, sizes), _split(_starts(trace, rates, again=again), sizes)
+    fewest, starts = _split(left, sizes), _split(starts, sizes)
 
     def least(num_micro_batches: int) -> float:
         more = num_micro_batches / len(sizes) - 1
@@ -140,17 +137,29 @@ def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
     return work.phase == "forward" and not isinstance(work, Collective) and again(work)
 
 
-def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Loads:
-    """Return the loads that each micro-batch adds, however few rows it has."""
-    loads: _Loads = {("host", "forward"): rates.part * trace.num_micro_batches}
-    for event in trace.events:
-        if not isinstance(event, Work) or event.phase not in _REPEATED:
-            continue
-        kernel = rates.kernel if event.flops or event.moved else 0.0
-        _load(loads, event.phase, rates.launch, kernel)
-        if _recomputed(event, again):
-            _load(loads, "backward", _AGAIN * rates.launch, _AGAIN * kernel)
-    return loads
+def _least_loads(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> tuple[_Loads, _Loads]:
+    """Return the loads of a step that recomputes some operations, and those that each micro-batch adds.
+
+    A micro-batch adds the latter however few rows it has.
+    """
+    loads, starts = _loads(trace, rates), {("host", "forward"): rates.part * trace.num_micro_batches}
+    for work, (host, device) in _repeated(trace, rates):
+        kernel = rates.kernel if work.flops or work.moved else 0.0
+        _load(starts, work.phase, rates.launch, kernel)
+        if _recomputed(work, again):
+            _load(loads, "backward", _AGAIN * host, _AGAIN * device)
+            _load(starts, "backward", _AGAIN * rates.launch, _AGAIN * kernel)
+    return loads, starts
+
+
+def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, tuple[float, float]]]:
+    """Return the operations that every micro-batch repeats, with their costs."""
+    kept = trace.kept.get("repeated")
+    if kept is None or kept[0] is not rates:
+        costs = _Costs(rates, trace.backend)
+        works = [event for event in trace.events if isinstance(event, Work) and event.phase in _REPEATED]
+        kept = trace.kept["repeated"] = rates, [(work, costs.of(work)) for work in works]
+    return kept[1]
 
 
 def _load(loads: _Loads, phase: str, host: float, device: float) -> None:
@@ -196,14 +205,11 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
 def _added_up(trace: Trace, rates: Rates) -> _Loads:
     loads: _Loads = {("host", "forward"): rates.part * trace.num_micro_batches}
     watched = _WATCHED * rates.launch if "attention kept" in trace.options.get("recompute", "") else 0.0
-    costs: dict[int, tuple[float, float]] = {}  # many events are one object
+    costs = _Costs(rates, trace.backend)
     for event in trace.events:
         if not isinstance(event, Work) or event.phase in _OUTSIDE:
             continue
-        cost = costs.get(id(event))
-        if cost is None:
-            cost = costs[id(event)] = _cost(event, rates, backend=trace.backend)
-        _load(loads, event.phase, *cost)
+        _load(loads, event.phase, *costs.of(event))
         if isinstance(event, Collective):
             link = ("link" if event.overlaps else "exposed"), event.phase
             loads[link] = loads.get(link, 0.0) + rates.link_seconds(event.sent)
@@ -213,10 +219,19 @@ def _added_up(trace: Trace, rates: Rates) -> _Loads:
     return loads
 
 
-def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, backend: str) -> None:
-    """Add a share of the cost of an operation to a phase."""
-    host, device = _cost(work, rates, backend=backend)
-    _load(loads, phase, share * host, share * device)
+class _Costs:
+    """The costs of operations, computed once for each object: many events are one object."""
+
+    def __init__(self, rates: Rates, backend: str) -> None:
+        self._rates, self._backend = rates, backend
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def of(self, work: Work) -> tuple[float, float]:
+        """Return the busy seconds of host and device for an operation of a trace that lives."""
+        cost = self._known.get(id(work))
+        if cost is None:
+            cost = self._known[id(work)] = _cost(work, self._rates, backend=self._backend)
+        return cost
 
 
 def _cost(work: Work, rates: Rates, *, backend: str) -> tuple[float, float]:

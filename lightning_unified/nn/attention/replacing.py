@@ -92,18 +92,20 @@ def _replace(before: Any, after: Any, module: nn.Module) -> None:
 
     Attributes of `module` and of its submodules are replaced.
     """
-    interfaces: dict[type, bool] = {dict: False}
+    registry = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", dict)
+    holders, entered = {dict, registry}, set[int]()  # many modules share one dictionary: that of the builtins
     for loaded, each in list(sys.modules.items()):
         names = getattr(each, "__dict__", None)
         if not isinstance(names, dict) or loaded.startswith(_LEFT):
             continue
-        for name, value in list(names.items()):
+        for name, value in [
+            (name, value) for name, value in names.items() if value is before or type(value) in holders
+        ]:
             if value is before:
                 names[name] = after
-            elif type(value) is dict:
-                _replace_in(value, before, after)
-            elif interfaces.setdefault(type(value), type(value).__name__ == "AttentionInterface"):
-                for holder in _mappings_of(value):
+            elif id(value) not in entered:
+                entered.add(id(value))
+                for holder in [value] if type(value) is dict else _mappings_of(value):
                     _replace_in(holder, before, after)
     for child in module.modules():
         _replace_in(vars(child), before, after)

@@ -21,7 +21,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytor
 
 @contextmanager
 def untouched(*, compiled: bool = True) -> Iterator[None]:
-    """Restore generators, loggers, standard output and garbage collection at the end.
+    """Restore generators, loggers, standard output, threads and garbage collection at the end.
 
     Begin without autocast and inference mode.
 
@@ -35,6 +35,7 @@ def untouched(*, compiled: bool = True) -> Iterator[None]:
         # Lightning's `isolate_rng` restores nothing after an error
         stack.callback(_set_rng_states, _collect_rng_states(include_cuda=torch.cuda.is_initialized()))
         stack.enter_context(no_collection())
+        stack.enter_context(_one_thread())
         stack.enter_context(_silence())
         stack.enter_context(no_draws())  # a dry run that draws from a Python generator is given up before it does
         stack.enter_context(torch.inference_mode(mode=False))
@@ -43,6 +44,20 @@ def untouched(*, compiled: bool = True) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))  # the caller may be in the middle of a step
         stack.enter_context(uncompiled(refuse=compiled))
         yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread inside.
+
+    A dry run computes with small tensors only, its known values. After each, the other threads wait busily for longer than it took.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 @contextmanager

@@ -163,7 +163,7 @@ class RecordingCallback(Callback):
         parameters, buffers = tensors_of(module)
         self._recorder.mark(buffers, "buffers")
         self._recorder.mark(parameters, "weights")
-        self._strategy.mark_state()
+        self._strategy.mark_state(parameters)
         kept = [vars(callback).get("_average_model") for callback in self.averages]
         modules = [average for average in kept if isinstance(average, nn.Module)]
         averages = [one for average in modules for one in (*average.parameters(), *average.buffers())]

@@ -170,17 +170,17 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization
 
-    def mark_gradients(self) -> None:
-        """Mark the storages that are gradients now."""
+    def mark_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Mark the storages that are gradients now, of all `parameters` of the module; None looks for these."""
         assert self.lightning_module is not None
         with torch._C.DisableTorchFunction():  # reading gradients is no call of the step
-            found = (one.grad for one in tensors_of(self.lightning_module)[0])
+            found = (one.grad for one in parameters or tensors_of(self.lightning_module)[0])
             gradients = [one for one in found if one is not None]
         self._recorder.mark(gradients, "gradients")
 
-    def mark_state(self) -> None:
-        """Mark the storages that are gradients or optimizer state now."""
-        self.mark_gradients()
+    def mark_state(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Mark the storages that are gradients or optimizer state now; `parameters` is as for `mark_gradients`."""
+        self.mark_gradients(parameters)
         self._recorder.mark(_tensors_of_state(self.optimizers), "optimizer state")
         if self._backend != "cpu":
             self._recorder.drop(host_state(self.optimizers))
@@ -299,8 +299,9 @@ def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:
         if type(one).named_modules is not Module.named_modules:
             return list(module.parameters()), list(module.buffers())
         seen.add(id(one))
-        parameters.update((id(tensor), tensor) for tensor in one._parameters.values() if tensor is not None)
-        buffers.update((id(tensor), tensor) for tensor in one._buffers.values() if tensor is not None)
+        for own, found in ((one._parameters, parameters), (one._buffers, buffers)):
+            if own:  # most modules have neither
+                found.update((id(tensor), tensor) for tensor in own.values() if tensor is not None)
         waiting.extend(reversed(one._modules.values()))
     return list(parameters.values()), list(buffers.values())
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_unified.planner.fake.known_values import are_wrapped, tensors_among
+from lightning_unified.planner.fake.known_values import WITHOUT_TENSORS, are_wrapped, tensors_among
 from lightning_unified.planner.fake.own_kernels import OWN_KERNELS, run_on_zeros
 from lightning_unified.planner.fake.same_shape import SameShape
 
@@ -191,6 +191,8 @@ class CachedFakeMode(FakeTensorMode):
         """
         if not isinstance(func, torch._ops.OpOverload) or any(tag in func.tags for tag in _SHAPING):
             return None
+        if func in WITHOUT_TENSORS:
+            return lambda _, __: result
         if not func._schema.is_mutable:
             return self._new(args, kwargs, result)
         if self._key(func, args, kwargs) != key:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_unified.cost_model.trace.trace import Read
 from lightning_unified.planner.fake.value_shapes import READS, is_mask, made_up_answer, shaped_by_known
 
-__all__ = ["Answers", "are_wrapped", "set_value", "tensors_among", "value_of"]
+__all__ = ["WITHOUT_TENSORS", "Answers", "are_wrapped", "set_value", "tensors_among", "value_of"]
 
 _VALUE = "_lightning_unified_value"
 _ENTRIES = 1 << 18  # judgement: larger results are not computed, so that the trace stays fast
@@ -27,6 +27,9 @@ _ENDLESS = 20_000  # judgement: a loop with as many reads waits for a value that
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+WITHOUT_TENSORS = (aten.promote_types.default,)
+"""Operations whose result follows from their arguments, none of which is a tensor."""
+
 _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -50,7 +53,12 @@ def are_wrapped(types: Iterable[type]) -> bool:
 
     A dispatch mode returns `NotImplemented` for them: the wrapper then calls the operation on the tensors inside, which the mode sees.
     """
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+    return any(map(_wraps, types))
+
+
+@cache
+def _wraps(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -217,13 +225,13 @@ _READS, _WRITES, _MAKES, _COMPUTES = "reads", "writes", "makes", "computes"
 def _kind_of(func: Any) -> str:
     """Return what an operation does with values.
 
-    Operations of `_MAKES` make a tensor without values from any arguments.
+    Operations of `_MAKES` make a tensor without values from any arguments, or have to do with no tensor.
     """
     if func in READS or func is aten.index.Tensor:
         return _READS
     if func._schema.is_mutable:
         return _WRITES
-    return _MAKES if _has_no_value(func) else _COMPUTES
+    return _MAKES if _has_no_value(func) or func in WITHOUT_TENSORS else _COMPUTES
 
 
 def _has_no_value(func: Any) -> bool:

@@ -86,8 +86,10 @@ class Storages:
         raw, self.events = self.events or [], None
         raw = raw if expand is None else expand(raw)
         return tuple(
-            Take(one.number, one.bytes, one.category or "temporaries") if isinstance(one, Storage) else one
-            for one in raw
+            [
+                Take(one.number, one.bytes, one.category or "temporaries") if isinstance(one, Storage) else one
+                for one in raw
+            ]
         )
 
     def enter(self, tensor: Tensor, phase: Phase) -> Storage:

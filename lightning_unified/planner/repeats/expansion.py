@@ -5,7 +5,6 @@ results. Its events are those of the run's second block, with three changes: the
 whose storages are freed. A block may free its own storages and the results of the blocks beside it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -273,13 +272,15 @@ class _Copies:
 
 def _check(events: Sequence[Work | Storage | Give]) -> None:
     """Raise unless each storage begins once, and ends at most once after that."""
-    begun: Counter[int] = Counter()
+    begun: set[int] = set()
+    living: set[int] = set()
     for event in events:
         if isinstance(event, Storage):
-            begun[event.number] += 1
-            if begun[event.number] > 1:
+            if event.number in begun:
                 raise UnlikeError("a storage begins twice")
+            begun.add(event.number)
+            living.add(event.number)
         elif isinstance(event, Give):
-            if begun[event.storage] != 1:
+            if event.storage not in living:
                 raise UnlikeError("a storage ends that does not live")
-            begun[event.storage] += 1
+            living.remove(event.storage)

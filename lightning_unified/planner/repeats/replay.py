@@ -190,16 +190,17 @@ class Replay:
         self._storages.forget_sum()
         mark = self._note(Mark(("backward", part, block), skipped=True))
         parameters = self._parameters[block]
-        for name in run.gradients:
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = self.empty(parameter.shape, parameter.stride(), parameter.dtype)
-                mark.gradients[name] = self._storages.bind(parameter.grad)
-        if run.passes:
-            return gradient
-        result = self.empty(*given)
-        mark.result = self._storages.bind(result)
-        return result
+        with torch._C.DisableTorchFunction():  # a skipped block makes no call of the step
+            for name in run.gradients:
+                parameter = parameters[name]
+                if parameter.grad is None:
+                    parameter.grad = made = self.empty(parameter.shape, parameter.stride(), parameter.dtype)
+                    mark.gradients[name] = self._storages.bind(made)
+            if run.passes:
+                return gradient
+            result = self.empty(*given)
+            mark.result = self._storages.bind(result)
+            return result
 
     def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a new tensor that is not recorded."""

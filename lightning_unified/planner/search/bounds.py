@@ -4,8 +4,11 @@ They are computed from the trace of the user's own step.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 import lightning as L
+from torch import nn
 
 from lightning_unified.cost_model.memory.lower_bound import is_within, least_bytes
 from lightning_unified.cost_model.rates import Rates
@@ -20,6 +23,8 @@ __all__ = ["Bounds"]
 
 class Bounds:
     """Lower bounds for combinations of memory options that have not been traced.
+
+    They hold for one search, in which the module stays as it is.
 
     Args:
         module: The module, whose blocks may recompute their activations.
@@ -36,6 +41,7 @@ class Bounds:
     ) -> None:
         self.own = own
         self._module, self._step, self._sizes = module, step, sizes
+        self._least: dict[Any, tuple[Rates, Callable[[int], float]]] = {}
 
     def seconds(self, combination: Combination, *, rates: Rates) -> Callable[[int], float]:
         """Return a lower bound of the step's seconds, as a function of the number of micro-batches.
@@ -54,13 +60,19 @@ class Bounds:
         def runs_again(work: Work) -> bool:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
 
-        return least_seconds(
-            lambda _rows, _num_micro_batches: self._step(),
-            self._sizes,
-            rates,
-            again=runs_again,
-            optimizer=combination.optimizer_kernel == own.optimizer_kernel,
-        )
+        optimizer = combination.optimizer_kernel == own.optimizer_kernel
+        key = again, keeps, optimizer
+        known = self._least.get(key)
+        if known is None or known[0] is not rates:
+            least = least_seconds(
+                lambda _rows, _num_micro_batches: self._step(),
+                self._sizes,
+                rates,
+                again=runs_again,
+                optimizer=optimizer,
+            )
+            known = self._least[key] = rates, least
+        return known[1]
 
     def bytes(self, combination: Combination) -> Callable[[int], int] | None:
         """Return a lower bound of the step's bytes; None if none is known.
@@ -85,8 +97,15 @@ class Bounds:
 
     def _names(self, policy: RecomputePolicy) -> frozenset[str]:
         """Return the names of the blocks that a policy chooses; empty if the module has none."""
+        chosen = set(map(id, policy.choose(list(self._blocks.values()))))
+        return frozenset(name for name, block in self._blocks.items() if id(block) in chosen)
+
+    @cached_property
+    def _blocks(self) -> dict[str, nn.Module]:
+        """The blocks that can recompute their activations, by name, in the order in which they run."""
         try:
-            chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
+            plain = find_blocks(self._module).plain
         except ValueError:
-            return frozenset()
-        return frozenset(name for name, child in self._module.named_modules() if id(child) in chosen)
+            return {}
+        names = {id(child): name for name, child in self._module.named_modules()}
+        return {names[id(block)]: block for block in plain}

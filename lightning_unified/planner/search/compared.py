@@ -29,10 +29,11 @@ class ComparedOptions:
         self._traces = traces
         self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._before = 0
+        self._known: dict[Combination, Bounds] = {}
 
     def begin(self) -> None:
-        """Begin a search: count its operations from here."""
-        self._before = self._traces.operations
+        """Begin a search: count its operations from here, and compute its bounds anew."""
+        self._before, self._known = self._traces.operations, {}
 
     def combination_of(self, candidate: Candidate) -> Combination:
         """Return the combination of a candidate that a search took from here."""
@@ -53,6 +54,7 @@ class ComparedOptions:
             if index >= always and self._has_traced_enough:
                 return
             bounds = self._bounds(combinations[0], combination)
+            self._traces.of(combination, bounds=bounds)  # its bytes have a lower bound
             yield self.option(combination, bounds=bounds, least=bounds.seconds(combination, rates=rates))
 
     def promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
@@ -76,7 +78,10 @@ class ComparedOptions:
                 heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
 
     def _bounds(self, own: Combination, combination: Combination) -> Bounds:
-        return self._traces.bounds(replace(own, attention=combination.attention))
+        own = replace(own, attention=combination.attention)
+        if own not in self._known:
+            self._known[own] = self._traces.bounds(own)
+        return self._known[own]
 
     @property
     def _has_traced_enough(self) -> bool:

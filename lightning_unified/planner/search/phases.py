@@ -9,11 +9,17 @@ __all__ = ["Phases"]
 class Phases:
     """The phases of a fit, e.g. imitation and reinforcement: one module, several kinds of batch.
 
-    The dry runs of later phases skip the repeated blocks that those of the first one found. The plans are the same as without.
+    The dry runs of later phases skip the repeated blocks that those of the first one found. A later phase that fits gets the plan that its
+    fit chooses: only settings that can win are traced, so its plan lists fewer alternatives.
     """
 
     def __init__(self) -> None:
         self._first: StepTraces | None = None
+
+    @property
+    def has_first(self) -> bool:
+        """Whether a phase was planned before."""
+        return self._first is not None
 
     def traces(self, step: StepSpec, *, limits: SizeLimits, counted: CountedMemory | None = None) -> StepTraces:
         """Return the traces of the next phase.

@@ -123,6 +123,7 @@ class StepTraces:
         known = {} if like is None else like._twins
         self._twins: dict[Any, Twins] = {key: twins.borrowed() for key, twins in known.items()}
         self._sizes: dict[Combination, TracedSizes] = {}
+        self._sampled: dict[str, Any] = {}  # the sampling before the step, by precision
         self._first: dict[str, Trace] = {}  # the user's own step, by precision: a search begins with it
         self.operations = 0
 
@@ -160,9 +161,11 @@ class StepTraces:
 
         None without sampling, or if its sizes are unknown.
         """
-        sampled = None
-        with suppress(ValueError):  # `with_generation` reports it
-            sampled = generation_before(self._step.module, self._step.batch, precision=precision)
+        if precision not in self._sampled:
+            self._sampled[precision] = None
+            with suppress(ValueError):  # `with_generation` reports it
+                self._sampled[precision] = generation_before(self._step.module, self._step.batch, precision=precision)
+        sampled = self._sampled[precision]
         if sampled is None:
             return None
         return lambda trace: with_sampling(trace, sampled, like=self._first.setdefault(precision, trace))

@@ -24,10 +24,11 @@ def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, reco
     Saved sizes hold only under equal conditions.
     """
     reading, written = watch.reading(), parse_spec(watch.spec)
+    parameters = list(module.parameters())
     return {
         "module": type(module).__name__,
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "trained": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "precision": precision,
         "recompute": recompute,
         "device": reading.name,

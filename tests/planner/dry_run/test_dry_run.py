@@ -286,7 +286,9 @@ def test_module_batch_and_generators_are_untouched():
     weights = {name: (value.data_ptr(), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
     entries, copies = set(vars(module)), [value.clone() for value in batch]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    threads = torch.get_num_threads()
     trace_step(module, batch, rows=4, num_micro_batches=2)
+    assert torch.get_num_threads() == threads
     for name, value in module.state_dict(keep_vars=True).items():
         assert value.data_ptr() == weights[name][0]
         assert torch.equal(value, weights[name][1])

@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+from collections import OrderedDict
 from types import ModuleType
 
 import torch
@@ -172,6 +173,8 @@ def test_a_fake_copy_keeps_ties_views_flags_and_what_cannot_be_copied():
     net.whole = torch.arange(6)
     net.part = net.whole[2:4]
     net.endless = (number for number in range(3))
+    net.noted = OrderedDict()
+    net.noted.note = "kept"
     with fake_world():
         twin = fake_copy(net, device=CPU)
         assert twin[0].weight is twin[1].weight
@@ -180,6 +183,9 @@ def test_a_fake_copy_keeps_ties_views_flags_and_what_cannot_be_copied():
     assert not twin[0].bias.requires_grad
     assert not twin.training
     assert twin.endless is net.endless
+    assert twin.noted is not net.noted
+    assert twin.noted.note == "kept"
+    assert twin[0]._forward_hooks is not net[0]._forward_hooks
     assert type(twin[0].weight) is not type(net[0].weight)
 
 
