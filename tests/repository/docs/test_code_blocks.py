@@ -10,9 +10,11 @@ import yaml
 from pytest_lightning_unified import budgeted
 from tests.repository.docs.blocks import PAGES, blocks, blocks_of
 from tests.repository.docs.commands import commands_of, problem_of
+from tests.support.lanes import slow
 
 PYTHON_PAGES = sorted({block.page for block in blocks("python")})
 EXTRAS = {"peft", "transformers"}
+LONG = {"classifier_data"}  # pages whose code takes seconds
 LANGUAGES = {"python", "bash", "text", "json", "yaml", "diff", "toml"}
 
 
@@ -42,7 +44,9 @@ def skipped_without_extras():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [slow(page) if page.stem in LONG else page for page in PYTHON_PAGES], ids=lambda page: page.stem
+)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {"__name__": "page"}

@@ -109,7 +109,7 @@ def test_one_process_goes_on_with_a_folder(made, strategy):
     torch.testing.assert_close(fits["weights"], alone()["weights"], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("hold", ["parameters", "shards"])
+@pytest.mark.parametrize("hold", some(["parameters", "shards"], "shards"))
 def test_a_test_begins_with_the_weights_of_a_folder(made, hold):
     first, second = on_ranks(saved.evaluated, str(made / "last.ckpt"), hold)
 
@@ -120,6 +120,7 @@ def test_a_test_begins_with_the_weights_of_a_folder(made, hold):
     assert first["test"] == second["test"] == pytest.approx(float((losses.detach() * rows).sum() / rows.sum()))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_the_checkpoint_before(tmp_path):
     first, second = on_ranks(saved.struck, str(tmp_path), "killed", (2,))
 
@@ -149,7 +150,7 @@ def test_a_rank_killed_between_two_renames_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("full", "No space left on device"), ("memory", "memory ran out on rank 1")]
+    ("kind", "words"), [("full", "No space left on device"), slow("memory", "memory ran out on rank 1")]
 )
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, kind, words):
     for ended in on_ranks(saved.struck, str(tmp_path), kind, (2, 3)):

@@ -12,7 +12,7 @@ from tests.support.ranks.planned_shards import ROWS
 from tests.support.ranks.processes import on_ranks
 from tests.support.ranks.sharded import SETTINGS, trained
 
-both = pytest.mark.parametrize("hold", some(["parameters", "shards"], "parameters", "shards"))
+both = pytest.mark.parametrize("hold", some(["parameters", "shards"], "shards"))
 
 
 @cache
