@@ -160,8 +160,7 @@ class FakeFit:
         self._set_chunk()
         if self.recording.replay is not None:
             self.recording.replay.use(twins)
-        rows = None if size.num_micro_batches == 1 else size.rows
-        self.strategy.split(rows, num_micro_batches=size.num_micro_batches)
+        self.strategy.split(size.micro_batch_size, num_micro_batches=size.num_micro_batches)
         with self._followed():
             self.trainer.go_on()
 
@@ -229,7 +228,7 @@ class FakeFit:
     def _new_strategy(self) -> DryRunStrategy:
         strategy = DryRunStrategy(
             self._recorder,
-            micro_batch_size=None if self.size.num_micro_batches == 1 else self.size.rows,
+            micro_batch_size=self.size.micro_batch_size,
             kernel=self._spec.optimizer_kernel,
             backend=self._spec.backend,
             device=_DEVICE,

@@ -90,3 +90,8 @@ class StepSize:
     num_micro_batches: int
     later_rows: int
     length: int | None = None
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of the first micro-batch; None for a step that is not split."""
+        return None if self.num_micro_batches == 1 else self.rows
