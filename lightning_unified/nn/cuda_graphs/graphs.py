@@ -24,6 +24,7 @@ __all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "re
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
 _CHANGES = 64  # judgement: changes of the network after which its calls stay eager
+_IN_USE: "weakref.WeakSet[RecordedCalls]" = weakref.WeakSet()
 
 
 class RecordedCalls:
@@ -82,6 +83,7 @@ class RecordedCalls:
         self._begin(state_of(network))
         if self._device.type == "cuda":
             recording_stream(self._device)  # takes its memory before a plan counts the free bytes
+        _IN_USE.add(self)
         network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # __call__ calls it; torch drops it from copies
 
     @property
@@ -256,6 +258,8 @@ def eager_calls() -> Iterator[None]:
 
 
 def _stand_ins(network: nn.Module) -> Iterator[RecordedCalls]:
+    if not _IN_USE:  # this runs at every step, and networks have hundreds of modules
+        return
     for module in network.modules():
         own = vars(module).get("_compiled_call_impl")
         if isinstance(own, RecordedCalls):

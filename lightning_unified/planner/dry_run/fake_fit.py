@@ -30,7 +30,7 @@ from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
 from lightning_unified.planner.fake.mode import World
 from lightning_unified.planner.fake.places import Places
 from lightning_unified.planner.fake.recorder import Recorder
-from lightning_unified.planner.ranks.sharded_copy import resizes_noted, shard_copy
+from lightning_unified.planner.ranks.sharded_copy import shard_copy, sharding_followed
 from lightning_unified.planner.repeats import Replay, Twins
 from lightning_unified.precision import MixedPrecision
 from lightning_unified.step.split import splitter_of
@@ -216,7 +216,7 @@ class FakeFit:
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
         attention = ChunkedAttention(self._copy) if self._spec.attention else None
-        noted = contextlib.nullcontext() if self._spec.sharding is None else resizes_noted(self._recorder)
+        noted = contextlib.nullcontext() if self._spec.sharding is None else sharding_followed(self._recorder)
         try:
             with noted, self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
                 yield

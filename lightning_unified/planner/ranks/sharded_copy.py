@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.rates.links import gathered_bytes
@@ -25,7 +26,7 @@ from lightning_unified.step.sharding.lockstep import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.wrapping import Wrapping, is_sharded, shard
 
-__all__ = ["Sharding", "resizes_noted", "shard_copy"]
+__all__ = ["Sharding", "shard_copy", "sharding_followed"]
 
 _STEPS = ("training_step", "validation_step")
 """Methods that run the root's forward hooks; Lightning calls them instead of `forward`."""
@@ -107,22 +108,32 @@ def _shard_as_in_fit(module: L.LightningModule, sharding: Sharding, mesh: Device
 
 
 @contextmanager
-def resizes_noted(recorder: Recorder) -> Iterator[None]:
-    """Record storages that are freed and filled again in place.
+def sharding_followed(recorder: Recorder) -> Iterator[None]:
+    """Record what a sharded step does to memory, and not what torch only computes shapes with.
 
-    FSDP2 does so with gathered parameters.
+    FSDP2 frees storages of gathered parameters and fills them again in place. `DTensor` runs an operation a second time on fake tensors
+    of the whole shapes, to learn the shape of its result; inside a dry run these cannot be told from the step's own.
 
     Source:
-        torch/distributed/fsdp/_fully_shard/_fsdp_param.py: `alloc_storage` and `free_storage`, torch 2.13.
+        torch/distributed/fsdp/_fully_shard/_fsdp_param.py: `alloc_storage` and `free_storage`; torch/distributed/tensor/_sharding_prop.py:
+        `_propagate_tensor_meta_non_cached`; torch 2.11 to 2.13.
     """
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
+    propagate: Callable[..., Any] = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def noted(storage: torch.UntypedStorage, count: int) -> Any:
         result = resize(storage, count)
         recorder.note_resized(storage, "gathered weights")
         return result
 
-    with replaced(torch.UntypedStorage, "resize_", noted):
+    def unrecorded(propagator: ShardingPropagator, *args: Any) -> Any:
+        with recorder.paused(paused=True):
+            return propagate(propagator, *args)
+
+    with (
+        replaced(torch.UntypedStorage, "resize_", noted),
+        replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded),
+    ):
         yield
 
 

@@ -3,13 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 import lightning_unified
-from lightning_unified.cost_model.trace.trace import Collective
+from lightning_unified.cost_model.trace.trace import Collective, Take
 from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.fake.mode import fake_world
+from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.ranks.fake_group import fake_group
-from lightning_unified.planner.ranks.sharded_copy import Sharding
+from lightning_unified.planner.ranks.sharded_copy import Sharding, sharding_followed
 from tests.support.lanes import some
 from tests.support.modules.ranked_blocks import BLOCKS, ROWS, WIDTH, Net
 from tests.support.ranks.counted_peaks import counted_peak, join
@@ -76,6 +83,21 @@ def test_a_rank_holds_its_share_of_weights_and_optimizer_state(devices):
             held[event.category] += event.bytes
     assert held["weights"] == pytest.approx(whole / devices, rel=0.02)
     assert held["optimizer state"] == pytest.approx(2 * whole / devices, rel=0.02)
+
+
+def test_tensors_that_torch_learns_shapes_from_are_not_counted():
+    recorder = Recorder(backend="cpu")
+    with fake_group(2), fake_world():
+        mesh = init_device_mesh("cpu", (2,))
+        whole = TensorMeta(torch.Size([64, 64]), (64, 1), torch.float32)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=whole)
+        schema = OpSchema(torch.ops.aten.mul.Tensor, (spec, 2.0), {})
+        with recorder, sharding_followed(recorder):
+            recorder.begin()
+            found = ShardingPropagator()._propagate_tensor_meta_non_cached(schema)
+
+    assert isinstance(found, TensorMeta) and found.shape == (64, 64)
+    assert not [event for event in recorder.stop() if isinstance(event, Take)]
 
 
 def test_a_prediction_leaves_no_process_group_behind():

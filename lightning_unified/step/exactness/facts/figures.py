@@ -41,9 +41,11 @@ class HostFigures:
     def note(self, host: Any, moved: Any) -> None:
         """Compute figures of a batch's tensors on the host; `moved` is the batch on the device."""
         self._found.clear()
-        is_wanted, self.is_wanted = self.is_wanted, False
+        if not self.is_wanted:
+            return
+        self.is_wanted = False
         before, after = dict(named_tensors(host)), dict(named_tensors(moved))
-        if not is_wanted or list(before) != list(after):
+        if list(before) != list(after):
             return
         pairs = [(before[path], after[path]) for path in before if _is_moved(before[path], after[path])]
         for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs]), strict=True):
