@@ -41,6 +41,7 @@ from benchmarks.overhead.sharding.decoder import LARGE, SMALL
 from benchmarks.records import origin, write
 
 GIB = 2**30
+RECORD = Path(__file__).with_suffix(".json")
 SHARE = 0.6  # of the peak of `bare`
 BARS = {"lightning": 1.03, "bare": 1.05}
 MOST_OFF = 0.02
@@ -300,7 +301,7 @@ def _options() -> argparse.Namespace:
     options.total_s = options.total_s or (900.0 if on_cpu else 240.0)
     options.steps += WARM
     if options.output is None and not options.small:
-        options.output = Path(__file__).with_suffix(".json")
+        options.output = RECORD
     return options
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.metal import MetalLimits, MetalPools
-from lightning_unified.hardware.allocators.pools import Block, Pools
+from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Pools
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.hardware.environment.watermarks import LOW_SHARE
 
@@ -93,6 +93,9 @@ class _WithinLimit:
     @property
     def reserved(self) -> int:
         return self._pools.reserved
+
+    def on_stream(self, stream: int) -> None:
+        cast("CudaSegments", self._pools).on_stream(stream)
 
     def rounded(self, size: int) -> int:
         return self._pools.rounded(size)

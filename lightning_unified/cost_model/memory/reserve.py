@@ -13,6 +13,7 @@ How much more depends on the order of allocations, so no factor on the live peak
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
@@ -139,6 +140,7 @@ class RunReplay:
     def __init__(self, trace: Trace, pools: Pools) -> None:
         self._pools, self._is_metal, moves = pools, trace.backend == "mps", _Moves.of(trace)
         self._addresses: Addresses | None = getattr(pools, "addresses", None)
+        self._stream, self._has_streams = 0, trace.backend in ("cuda", "rocm")
         self._beginnings, self._first, self._setup, self._step = moves.beginnings, moves.first, moves.setup, moves.step
         self._moves, self._takes = moves.moves, moves.takes
         self._rounded: dict[int, int] = {}
@@ -243,6 +245,9 @@ class RunReplay:
             return
         if category == "workspaces" and self._addresses is not None:
             self._addresses.multiply()
+        if take.stream != self._stream and self._has_streams:
+            self._stream = take.stream
+            cast("CudaSegments", self._pools).on_stream(take.stream)
         pools = self._pools
         size = self._rounded.get(count)
         if size is None:

@@ -1,7 +1,7 @@
 """The timeline of a step: its events in order and each storage's lifetime, without sizes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class Timeline:
                 events.append(Give(order[given]))
                 given += 1
             if isinstance(slot, Take):
-                events.append(Take(taken, first[at], slot.category))
+                events.append(Take(taken, first[at], slot.category, stream=slot.stream))
                 taken += 1
             elif slot.flops == first[at] and slot.moved == second[at]:
                 events.append(slot)
@@ -84,7 +84,7 @@ def timeline_of(trace: Trace) -> Timeline:
             continue
         if isinstance(event, Take):
             order[event.storage] = len(births)
-            event = Take(len(births), event.bytes, event.category)  # noqa: PLW2901
+            event = replace(event, storage=len(births), since=None)  # noqa: PLW2901
             births.append(len(slots))
             ends.append(_NEVER)
         slots.append(event)

@@ -110,12 +110,14 @@ class Take:
         category: Purpose of the storage.
         since: For a storage that lives from the start in every step but the first: index of the operation that first created
             it, counted over the step's operations. None if unknown.
+        stream: Number of the CUDA stream that allocates it: the allocator keeps freed blocks by stream. 0 is the default stream.
     """
 
     storage: int
     bytes: int
     category: Category
     since: int | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)

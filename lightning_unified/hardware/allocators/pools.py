@@ -9,13 +9,13 @@ a heap or segment from the driver. Every allocator here follows the `Pools` prot
 4. `give_back(block)`: keep a freed block, merged with free neighbours.
 5. `release()`: return unused memory to the driver.
 
-Modelled are size classes, reuse, splitting, merging and release. Not modelled are streams, the order in which a driver
-finishes commands, private pools of graphs, and the settings `expandable_segments`, `max_split_size_mb` and
+Modelled are size classes, reuse, splitting, merging, release and CUDA streams. Not modelled are the order in which a driver finishes commands, private pools of graphs, and the settings `expandable_segments`, `max_split_size_mb` and
 `roundup_power2_divisions`. `metal/` models Metal's heaps, `host_heap.py` a process's own heap.
 """
 
 import bisect
 import math
+from collections import defaultdict
 from typing import Protocol
 
 from lightning_unified.hardware.allocators.addresses import Addresses
@@ -71,10 +71,10 @@ class Block:
 class Home:
     """One allocation of the driver: a Metal heap, a CUDA segment or a mapping of the C library."""
 
-    __slots__ = ("blocks", "room", "size", "small")
+    __slots__ = ("blocks", "room", "size", "small", "stream")
 
-    def __init__(self, size: int, *, small: bool) -> None:
-        self.size, self.room, self.small, self.blocks = size, size, small, 0
+    def __init__(self, size: int, *, small: bool, stream: int = 0) -> None:
+        self.size, self.room, self.small, self.stream, self.blocks = size, size, small, stream, 0
 
 
 class Pools(Protocol):
@@ -155,8 +155,8 @@ class CudaSegments:
     | below 10 MiB | 20 MiB |
     | larger | the block's own size, rounded up to 2 MiB |
 
-    The smallest freed block that fits is taken, at equal sizes the one of the lowest address. It is split if enough remains,
-    and freed neighbours merge. Only whole segments go back to the driver. `addresses` places segments; at the latest when a
+    The smallest freed block of the same stream that fits is taken, at equal sizes the one of the lowest address. It is split if
+    enough remains, and freed neighbours merge. Only whole segments go back to the driver. `addresses` places segments; at the latest when a
     block is freed, a kernel has run.
 
     Attributes:
@@ -173,13 +173,20 @@ class CudaSegments:
     def __init__(self) -> None:
         self.reserved = 0
         self.addresses = Addresses()
-        self._freed = {True: Freed(), False: Freed()}
+        self._stream = 0
+        self._freed: defaultdict[tuple[int, bool], Freed] = defaultdict(
+            Freed
+        )  # by stream, and whether blocks are small
+
+    def on_stream(self, stream: int) -> None:
+        """Let `reuse` and `place` return blocks of a stream from now on; 0 is the default stream."""
+        self._stream = stream
 
     def rounded(self, size: int) -> int:
         return round_up(size, self._ALIGNMENT)
 
     def reuse(self, size: int) -> Block | None:
-        block = self._freed[size <= _SMALL].pop(size, most=math.inf)
+        block = self._freed[self._stream, size <= _SMALL].pop(size, most=math.inf)
         return None if block is None else self._split(block, size)
 
     def growth(self, size: int, *, pressed: bool) -> int:
@@ -189,18 +196,19 @@ class CudaSegments:
         return self._LARGE_SEGMENT if size < self._LARGE else round_up(size, self._ROUND)
 
     def place(self, size: int, *, pressed: bool) -> Block:
-        segment = Home(self.growth(size, pressed=pressed), small=size <= _SMALL)
+        segment = Home(self.growth(size, pressed=pressed), small=size <= _SMALL, stream=self._stream)
         self.reserved += segment.size
         return self._split(Block(segment.size, segment, self.addresses.place(segment.size)), size)
 
     def give_back(self, block: Block) -> None:
         self.addresses.compute()
         block.used = False
+        freed = self._freed_beside(block)
         for neighbour in (block.before, block.after):
             if neighbour is not None and not neighbour.used:
-                self._freed[block.home.small].discard(neighbour)
+                freed.discard(neighbour)
                 block.absorb(neighbour)
-        self._freed[block.home.small].add(block)
+        freed.add(block)
 
     def release(self) -> None:
         for freed in self._freed.values():
@@ -215,5 +223,8 @@ class CudaSegments:
         if rest >= self._ALIGNMENT if block.home.small else rest > _SMALL:
             remainder = block.split_off(size)
             remainder.used = False
-            self._freed[block.home.small].add(remainder)
+            self._freed_beside(block).add(remainder)
         return block
+
+    def _freed_beside(self, block: Block) -> Freed:
+        return self._freed[block.home.stream, block.home.small]

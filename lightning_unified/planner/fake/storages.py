@@ -19,14 +19,31 @@ Lives = tuple[Category | None, int]
 
 
 class Storage:
-    """A live storage: its number in the trace, its bytes, and its category if known."""
+    """A live storage: its number in the trace, its bytes, its stream, and its category if known."""
 
-    __slots__ = ("bytes", "category", "in_forward", "number", "wide")
+    __slots__ = ("bytes", "category", "in_forward", "number", "stream", "wide")
 
-    def __init__(self, number: int, count: int) -> None:
-        self.number, self.bytes = number, count
+    def __init__(self, number: int, count: int, stream: int = 0) -> None:
+        self.number, self.bytes, self.stream = number, count, stream
         self.category: Category | None = None
         self.in_forward = self.wide = False
+
+
+class _Streams:
+    """Numbers the streams of the host, which stand for those of the device that is meant."""
+
+    def __init__(self) -> None:
+        self._default = torch.cpu.current_stream()
+        self._known: list[torch.cpu.Stream] = [self._default]
+
+    def number(self) -> int:
+        """Return the number of the current stream; 0 for the default one."""
+        current = torch.cpu.current_stream()
+        if current is self._default:
+            return 0
+        if not any(current is one for one in self._known):
+            self._known.append(current)
+        return next(at for at, one in enumerate(self._known) if one is current)
 
 
 class Storages:
@@ -48,6 +65,7 @@ class Storages:
         self._tied: dict[int, list[Storage]] = {}
         self._count = 0
         self._sum: tuple[Storage, int, int] | None = None
+        self._streams = _Streams()
 
     @property
     def lives(self) -> list[Lives]:
@@ -87,7 +105,9 @@ class Storages:
         raw = raw if expand is None else expand(raw)
         return tuple(
             [
-                Take(one.number, one.bytes, one.category or "temporaries") if isinstance(one, Storage) else one
+                Take(one.number, one.bytes, one.category or "temporaries", stream=one.stream)
+                if isinstance(one, Storage)
+                else one
                 for one in raw
             ]
         )
@@ -123,7 +143,7 @@ class Storages:
     def reserve(self, count: int) -> Storage:
         """Return a storage of `count` bytes with a number of its own, and note nothing."""
         self._count += 1
-        return Storage(self._count, count)
+        return Storage(self._count, count, self._streams.number())
 
     def take(self, count: int) -> Storage:
         """Note an allocation of `count` bytes."""

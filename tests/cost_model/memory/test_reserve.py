@@ -1,11 +1,13 @@
 """Reserved memory of a step, by replaying its storages through an allocator model."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, reserved_bytes
 from lightning_unified.cost_model.prediction import summarise
@@ -49,6 +51,19 @@ def test_pools_hold_at_least_what_is_handed_out_and_no_two_blocks_overlap(kind, 
             )
             for (home, at, size_), (other, following, _) in pairwise(ranges):
                 assert home != other or at + size_ <= following
+
+
+def test_a_block_freed_on_a_stream_serves_no_other_stream():
+    one = Take(1, 30 * MIB, "temporaries", stream=1)
+    events = (one, Give(1), Take(2, 30 * MIB, "temporaries"), Give(2))
+
+    same = tuple(replace(event, stream=0) if isinstance(event, Take) else event for event in events)
+
+    assert reserved_bytes(step_of(*events)) == 60 * MIB
+    assert reserved_bytes(step_of(*same)) == 30 * MIB
+    assert reserved_bytes(step_of(*events, backend="mps")) == reserved_bytes(step_of(*same, backend="mps"))
+    assert not fits_within(step_of(*events[:1], *events[2:]), 50 * MIB)
+    assert fits_within(step_of(*events), 50 * MIB), "at its limit, an allocator frees the blocks of all streams"
 
 
 @pytest.mark.parametrize("backend", ["cuda", "rocm", "mps", "cpu"])

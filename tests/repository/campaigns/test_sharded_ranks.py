@@ -1,13 +1,18 @@
 """The benchmark of sharded ranks: its sides, how their runs are judged, and ranks that end early."""
 
 import argparse
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
+import lightning_unified
 from benchmarks.overhead import sharded_ranks
 from benchmarks.overhead.sharded_ranks import Ranks, Side, judge, row, sides
+from benchmarks.overhead.sharding.decoder import LARGE
+from benchmarks.overhead.sharding.rank import Module
 
 GIB = 2**30
 OOM = {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "steps": 1}
@@ -55,6 +60,21 @@ def test_slow_steps_wrong_predictions_and_deaths_miss_their_bars():
         "step of ours auto / bare", "bare capped runs out of memory", "ours auto capped goes on", "predicted peak of ours auto, off by",
     }  # fmt: skip
     assert bars["step of ours auto / lightning"] == {"value": None, "limit": 1.03, "met": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hold", "side"), [("shards", "ours shards"), ("parameters", "ours auto")])
+def test_reserved_bytes_of_the_recorded_gpus_are_predicted(hold, side):
+    runs = json.loads(sharded_ranks.RECORD.read_text(encoding="utf-8"))["runs"]
+    counted = next(run["reserved_gib"][0] for run in runs if run["side"] == side)
+    module = Module({"case": LARGE, "accelerator": "cuda"})
+    tokens = torch.zeros(LARGE["rows"], LARGE["length"], dtype=torch.long)
+
+    predicted = lightning_unified.predict(
+        module, (tokens, tokens), device="cuda", devices=2, strategy="unified_fsdp", hold=hold, precision="bf16-true"
+    )
+
+    assert predicted.reserved_bytes / GIB == pytest.approx(counted, rel=1e-3)
 
 
 def test_ranks_that_hang_after_another_has_ended_are_killed_and_named(monkeypatch, tmp_path):
