@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lightning_unified
-from benchmarks.overhead import sharded_ranks
-from benchmarks.overhead.sharded_ranks import Ranks, Side, judge, row, sides
-from benchmarks.overhead.sharding.decoder import LARGE
-from benchmarks.overhead.sharding.rank import Module
+from benchmarks.overhead.ranks import sharded_ranks
+from benchmarks.overhead.ranks.sharded_ranks import Ranks, Side, judge, row, sides
+from benchmarks.overhead.ranks.sharding.decoder import LARGE
+from benchmarks.overhead.ranks.sharding.rank import Module
 
 GIB = 2**30
 OOM = {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "steps": 1}

@@ -16,9 +16,9 @@ All sides have the same groups, optimizer, precision and activation checkpointin
 The sides import before the first one runs. A side that hangs or dies is recorded, and the next one runs. On a CPU the cap is RLIMIT_DATA, peaks
 are those of the resident process less what it held before, and predictions, which are of the whole process, are not judged.
 
-Usage: python -m benchmarks.overhead.sharded_ranks [--ranks 2] [--hold auto shards] [--rounds 1] [--steps 10] [--rows 16] [--rollback]
-       python -m benchmarks.overhead.sharded_ranks --accelerator cpu --small
-       (writes benchmarks/overhead/sharded_ranks.json after each side, or --output; --small writes nothing without --output)
+Usage: python -m benchmarks.overhead.ranks.sharded_ranks [--ranks 2] [--hold auto shards] [--rounds 1] [--steps 10] [--rows 16] [--rollback]
+       python -m benchmarks.overhead.ranks.sharded_ranks --accelerator cpu --small
+       (writes benchmarks/overhead/ranks/sharded_ranks.json after each side, or --output; --small writes nothing without --output)
 """
 
 import argparse
@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead.sharding import WARM
-from benchmarks.overhead.sharding.decoder import LARGE, SMALL
+from benchmarks.overhead.ranks.sharding import WARM
+from benchmarks.overhead.ranks.sharding.decoder import LARGE, SMALL
 from benchmarks.records import origin, write
 
 GIB = 2**30
@@ -100,7 +100,7 @@ class Ranks:
         self._processes = [self._start(work, rank) for rank in range(options.ranks)]
 
     def _start(self, work: dict[str, Any], rank: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.overhead.sharding.rank", json.dumps({**work, "rank": rank})]
+        command = [sys.executable, "-m", "benchmarks.overhead.ranks.sharding.rank", json.dumps({**work, "rank": rank})]
         with self._file(rank, "log").open("w") as log:
             environ = {**os.environ, "TMPDIR": str(self._folder)}  # what killed ranks leave is removed too
             return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
@@ -237,7 +237,7 @@ def main() -> int:
     options = _options()
     case, began = _case(options), time.monotonic()
     about = {
-        **origin(" ".join(["python", "-m", "benchmarks.overhead.sharded_ranks", *sys.argv[1:]])),
+        **origin(" ".join(["python", "-m", "benchmarks.overhead.ranks.sharded_ranks", *sys.argv[1:]])),
         "ranks": options.ranks, "case": case, "steps": options.steps, "optimizer_rollback": options.rollback,
     }  # fmt: skip
     runs: list[dict[str, Any]] = []

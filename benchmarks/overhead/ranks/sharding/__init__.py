@@ -1,4 +1,4 @@
-"""One rank of each side of `benchmarks/overhead/sharded_ranks.py`."""
+"""One rank of each side of `benchmarks/overhead/ranks/sharded_ranks.py`."""
 
 __all__ = ["WARM"]
 

@@ -6,8 +6,8 @@ Plain DDP reduces gradients while the backward pass still runs; ours reduces the
 that shows the most of it is a module of many weights and little work (`weights`); `transformer` is an ordinary one. Blocks of both
 strategies take turns in the same processes. With `--micro-batches 4` ours cuts each batch in four, as it would for lack of memory.
 
-Usage: python -m benchmarks.overhead.several_ranks [--accelerator cuda] [--ranks 2] [--pairs 8] [--steps 20] [--small]
-       (writes benchmarks/overhead/several_ranks.json; --small is for machines without accelerators)
+Usage: python -m benchmarks.overhead.ranks.several_ranks [--accelerator cuda] [--ranks 2] [--pairs 8] [--steps 20] [--small]
+       (writes benchmarks/overhead/ranks/several_ranks.json; --small is for machines without accelerators)
 """
 
 import argparse

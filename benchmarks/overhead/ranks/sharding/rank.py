@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.overhead.sharding import WARM
-from benchmarks.overhead.sharding.decoder import Decoder, adamw
+from benchmarks.overhead.ranks.sharding import WARM
+from benchmarks.overhead.ranks.sharding.decoder import Decoder, adamw
 from benchmarks.records import prepare
 from lightning_unified import UnifiedFSDPStrategy
 

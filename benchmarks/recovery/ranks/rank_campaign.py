@@ -2,7 +2,7 @@
 
 The faults are memory that runs out on one rank, SIGTERM and SIGKILL.
 
-    python -m benchmarks.recovery.rank_campaign [--runs 500] [--seed 0] [--only FAULT] [--seconds T] [--output FILE]
+    python -m benchmarks.recovery.ranks.rank_campaign [--runs 500] [--seed 0] [--only FAULT] [--seconds T] [--output FILE]
 
 Each run is compared with one process that nothing disturbed, on the ranks' joined batches. Linux only: ranks are forked, and die by real
 signals.
@@ -88,7 +88,7 @@ def main() -> int:
             if not rows[-1].sound:
                 print(json.dumps([asdict(case), asdict(rows[-1])]), flush=True)
     only = "" if options.only is None else f" --only '{options.only}'"
-    command = f"python -m benchmarks.recovery.rank_campaign --runs {len(rows)} --seed {options.seed}{only}"
+    command = f"python -m benchmarks.recovery.ranks.rank_campaign --runs {len(rows)} --seed {options.seed}{only}"
     record = records.origin(command)
     record |= {"seconds": round(time.monotonic() - begun, 1), "totals": totals(rows)}
     record["runs"] = [{**asdict(row), "sound": row.sound} for row in rows]

@@ -1,0 +1,1 @@
+"""What a step costs on several ranks, beside plain DDP, FSDP2 and Lightning."""
