@@ -53,6 +53,7 @@ def predict(
     strategy: Literal["ddp", "fsdp", "unified_ddp", "unified_fsdp"] | None = None,
     hold: Literal["auto", "parameters", "shards"] = "auto",
     link: str | float | None = None,
+    optimizer_rollback: bool | None = None,
 ) -> Prediction:
     """Predict a training step's memory and time on a device, which need not be here.
 
@@ -78,6 +79,8 @@ def predict(
             alone, as Lightning's `ModelParallelStrategy` runs it: without scratch memory and copies for a recovery).
         hold: What a rank of `unified_fsdp` holds whole during a step, as `UnifiedFSDPStrategy` takes it; `"auto"` is `"parameters"` here.
         link: The link between the devices: a name such as `"nvlink4"`, or bytes a second; None for the published one.
+        optimizer_rollback: Whether the strategy copies weights and optimizer state around each step; None for the strategy's default,
+            which is true for `unified_fsdp` alone.
 
     Raises:
         DryRunError: If the step cannot be traced.
@@ -100,7 +103,15 @@ def predict(
     backend, name = backend_of(device), "" if rates is None else rates.name
     group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=name)
     group = group.holding(hold, module, budget_bytes=None)
-    step = group.step(StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer))
+    step = StepSpec(
+        module=module,
+        batch=batch,
+        backend=backend,
+        precision=precision,
+        trainer=trainer,
+        optimizer_rollback=optimizer_rollback,
+    )
+    step = group.step(step)
     traces = StepTraces(step, counted=group.counted(module, updates=optimizer_step))
     with group.entered():
         found = Planner(traces, rates=rates, link=group.link).predict(combination, micro_batch_size=micro_batch_size)
@@ -133,6 +144,7 @@ def plan(
     strategy: Literal["ddp", "fsdp", "unified_ddp", "unified_fsdp"] | None = None,
     hold: Literal["auto", "parameters", "shards"] = "auto",
     link: str | float | None = None,
+    optimizer_rollback: bool | None = None,
 ) -> Plan:
     """Return the plan of least predicted step time that fits into `budget`.
 
@@ -157,6 +169,7 @@ def plan(
         strategy: As in `predict`. The plan's `layouts` compare both strategies, with and without activation checkpointing.
         hold: As in `predict`; `"auto"` chooses by the budget, as the strategy does.
         link: As in `predict`.
+        optimizer_rollback: As in `predict`.
 
     Returns:
         The plan. If nothing fits, its `prediction` and `micro_batch_size` are None, and `reasons["micro_batch_size"]` names plans that
@@ -176,7 +189,14 @@ def plan(
     known, speeds = speeds_of(device, rates=rates, calibration=calibration)
     group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend, name=known.name)
     group = group.holding(hold, module, budget_bytes=count)
-    step = StepSpec(module=module, batch=batch, backend=backend, precision=precision, trainer=trainer)
+    step = StepSpec(
+        module=module,
+        batch=batch,
+        backend=backend,
+        precision=precision,
+        trainer=trainer,
+        optimizer_rollback=optimizer_rollback,
+    )
     is_later = phases is not None and phases.has_first
     planners = Planners(
         step, group, SizeLimits(micro_batch_size=micro_batch_size), phases=phases or Phases(), calibration=calibration
@@ -225,6 +245,7 @@ def plan_many(
     strategy: str | None = None,
     hold: Literal["auto", "parameters", "shards"] = "auto",
     link: str | float | None = None,
+    optimizer_rollback: bool | None = None,
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
 
@@ -243,7 +264,14 @@ def plan_many(
         group = DeviceGroup.of(devices, strategy=strategy, link=link, backend=backend_of(backend), name=known.name)
         group = group.holding(hold, module, budget_bytes=count)
         key = backend, group.hold
-        step = StepSpec(module=module, batch=batch, backend=backend_of(backend), precision=precision, trainer=trainer)
+        step = StepSpec(
+            module=module,
+            batch=batch,
+            backend=backend_of(backend),
+            precision=precision,
+            trainer=trainer,
+            optimizer_rollback=optimizer_rollback,
+        )
         if key not in traces:
             traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
         planner = Planner(traces[key], link=group.link)

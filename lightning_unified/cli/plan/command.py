@@ -161,7 +161,8 @@ def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict
         "loss_chunk": config.memory.loss_chunk,
         "attention": config.memory.attention,
     }
-    return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
+    found = {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
+    return {**found, "optimizer_rollback": config.memory.recover and config.memory.optimizer_rollback}
 
 
 def _check_keys(asked: Asked) -> None:

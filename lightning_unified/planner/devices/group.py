@@ -136,7 +136,9 @@ class DeviceGroup:
         """Return a step of one of the ranks."""
         if self.strategy not in ("fsdp", "unified_fsdp"):
             return step
-        return replace(step, sharding=Sharding(devices=self.devices, hold=self.hold))
+        rollback = step.optimizer_rollback if self.strategy == "unified_fsdp" else False
+        sharding = Sharding(devices=self.devices, hold=self.hold)
+        return replace(step, sharding=sharding, optimizer_rollback=rollback)
 
     def counted(self, module: L.LightningModule, *, updates: bool = True) -> CountedMemory:
         """Return the memory and the collectives to count beside the tensors of a step."""

@@ -282,10 +282,9 @@ def _template(spec: StepSpec, batch: Any, stage: str) -> Template:
 
 
 def _copies_weights(spec: StepSpec) -> bool:
-    """Return whether the strategy copies weights and optimizer state around each step.
-
-    For a fit that does not run yet, `unified_fsdp` counts with its default, which copies.
-    """
+    """Return whether the strategy copies weights and optimizer state around each step."""
+    if spec.optimizer_rollback is not None:
+        return spec.optimizer_rollback
     options = getattr(getattr(getattr(spec.trainer, "strategy", None), "policy", None), "options", None)
     sharding = spec.sharding
     by_default = sharding is not None and sharding.hold is not None and sharding.mesh is None

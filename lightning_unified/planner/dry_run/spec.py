@@ -33,6 +33,8 @@ class StepSpec:
         train_batch: A batch as `training_step` gets it, if a validation batch differs in structure; the dry run trains on it first.
         is_prepared: Whether the rule `prepare` has been applied to training batches already.
         sharding: How parameters, gradients and optimizer state are divided over ranks; None trains the whole module on the device.
+        optimizer_rollback: Whether the strategy copies weights and optimizer state around each step; None for the option of the Trainer's
+            strategy, and without one for the default of `unified_fsdp`, which copies, and of the others, which do not.
         compiled: Whether compiled parts of the module run as compiled code; on a simulated machine they run uncompiled.
 
     Raises:
@@ -55,6 +57,7 @@ class StepSpec:
     is_prepared: bool = False
     compiled: bool = True
     sharding: Sharding | None = None
+    optimizer_rollback: bool | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer_kernel is not None and self.optimizer_kernel not in KERNELS:

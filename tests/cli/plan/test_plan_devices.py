@@ -56,6 +56,16 @@ def test_the_keys_of_the_trainer_name_the_devices(command, calls, arguments, ask
     assert {name: vars(calls.call).get(name) for name in asked} == asked
 
 
+@pytest.mark.parametrize("keys", [(), ("trainer.devices=2", "trainer.strategy=unified_fsdp")])
+def test_copies_around_the_optimizer_step_count_as_the_run_makes_them(command, calls, keys):
+    asked = []
+    for more in ((), ("memory.optimizer_rollback=true",), ("memory.optimizer_rollback=true", "memory.recover=false")):
+        assert command(*GEAR, *keys, *more).code == 0
+        asked.append(calls.call.optimizer_rollback)
+
+    assert asked == [False, True, False]
+
+
 def test_devices_share_the_batch_of_a_models_own_data(command, calls):
     keys = ("data.batch_size=32", "data.val_batch_size=16", "trainer.devices=8", "trainer.strategy=unified_ddp")
 

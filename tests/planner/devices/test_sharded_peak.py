@@ -100,6 +100,23 @@ def test_tensors_that_torch_learns_shapes_from_are_not_counted():
     assert not [event for event in recorder.stop() if isinstance(event, Take)]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "default"), [("unified_fsdp", True), ("unified_ddp", False), ("fsdp", False), (None, False)]
+)
+def test_copies_around_the_optimizer_step_count_where_they_are_made(strategy, default):
+    devices = {} if strategy is None else {"devices": 2, "strategy": strategy}
+
+    def taken(rollback):
+        found = lightning_unified.predict(
+            Net(), torch.zeros(1, WIDTH), device="cpu", optimizer_rollback=rollback, **devices
+        )
+        return found.peak_bytes
+
+    with_copies, without = taken(True), taken(False)
+    assert taken(None) == (with_copies if default else without)
+    assert (with_copies > without) is (strategy != "fsdp")
+
+
 def test_a_prediction_leaves_no_process_group_behind():
     traced(4)
 
