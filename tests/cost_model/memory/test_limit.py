@@ -34,6 +34,12 @@ def test_an_allocator_at_its_limit_gives_back_what_is_free(step):
     assert fits_within(step, 220 * MIB)
 
 
+def test_a_step_that_meets_its_limit_needs_two_percent_to_spare(step):
+    assert not fits_within(step, 210 * MIB)
+    assert not fits_within(step, 214 * MIB)
+    assert fits_within(step, 217 * MIB), "within 210 MiB it goes through"
+
+
 def test_what_goes_through_within_a_limit_and_not_within_a_larger_one_does_not_fit(step):
     assert not fits_within(step, 190 * MIB)
 
