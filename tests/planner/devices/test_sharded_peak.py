@@ -125,6 +125,7 @@ def test_a_prediction_leaves_no_process_group_behind():
 
 def in_a_group_of_two():
     join(2)
+    dist.barrier()  # the first rank holds the store: it must not end while the other one connects
     try:
         return lightning_unified.predict(
             Net(), torch.zeros(ROWS, WIDTH), device="cpu", devices=8, strategy="fsdp"
