@@ -206,7 +206,7 @@ def plan(
         precision,
         recompute=recompute,
         optimizer_kernel=optimizer_kernel,
-        loss_chunk=group.loss_chunk(loss_chunk),
+        loss_chunk=loss_chunk,
         attentions=attention_choices(module, attention, backend=backend),
     )
     with group.entered():
@@ -276,7 +276,6 @@ def plan_many(
             traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
         planner = Planner(traces[key], link=group.link)
         attentions = attention_choices(module, attention, backend=backend_of(backend))
-        options["loss_chunk"] = group.loss_chunk(loss_chunk)
         combinations = _combinations(module, precision, attentions=attentions, **options)
         with group.entered():
             found = chosen_plan(planner, combinations, step, rates=known, budget_bytes=count)

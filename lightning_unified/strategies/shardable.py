@@ -31,11 +31,6 @@ def refuse_in_lockstep(options: MemoryOptions) -> None:
             'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
             'hold="parameters" or window_mean="batches".'
         )
-    if options.loss_chunk not in ("auto", False):
-        raise ConfigurationError(
-            f'hold="shards" cannot compute the loss in chunks (loss_chunk={options.loss_chunk}), which uses the output layer outside of its '
-            'own forward; give hold="parameters" or loss_chunk=false.'
-        )
 
 
 def bytes_of_whole(module: nn.Module, *, ranks: int) -> int:

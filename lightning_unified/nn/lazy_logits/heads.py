@@ -1,10 +1,13 @@
 """Find a model's output heads, and let them return lazy logits in training."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -45,8 +48,8 @@ def output_heads(module: nn.Module) -> dict[str, nn.Module]:
 
 def obstacles(module: nn.Module) -> dict[str, str]:
     """Return the output heads of `module` that cannot return lazy logits, with the reasons."""
-    compiled = _compiled(module)
-    found = {name: _obstacle(name, head, compiled) for name, head in output_heads(module).items()}
+    compiled, sharded = _compiled(module), _sharded(module)
+    found = {name: _obstacle(name, head, compiled, sharded) for name, head in output_heads(module).items()}
     return {name: why for name, why in found.items() if why}
 
 
@@ -116,8 +119,13 @@ class _Settling:
         return args, {**kwargs, "closure": settled}
 
     def _settle(self) -> None:
-        for source in list(self._alive):
-            source.settle()
+        _settle(self._alive)
+
+
+def _settle(alive: "weakref.WeakSet[Source]", *_: Any) -> None:
+    """Compute the logits that someone still holds."""
+    for source in list(alive):
+        source.settle()
 
 
 class _StandIn(StandIn):
@@ -128,6 +136,7 @@ class _StandIn(StandIn):
     ) -> None:
         super().__init__(head, FORWARD)
         self._name, self.rows, self._said, self._alive = name, rows, said, alive
+        self._is_sharded = any(isinstance(parameter, DTensor) for parameter in head.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if len(args) == 1 and not kwargs else None
@@ -139,6 +148,8 @@ class _StandIn(StandIn):
             return self.function(hidden)
         dtype = autocast_dtype(hidden.device.type)
         call = HeadCall(self.module, self.function, self.rows, dtype, self._said, self._alive)
+        if self._is_sharded and hidden.requires_grad:  # the weights are whole until the backward pass has ended
+            hidden.register_hook(partial(_settle, self._alive))
         return lazy_output(call, hidden, is_tracked=True)
 
     def _trains(self, hidden: Any) -> bool:
@@ -150,6 +161,8 @@ class _StandIn(StandIn):
         """Return why this call must compute its logits; empty if nothing is against lazy ones."""
         if is_traceable_wrapper_subclass(hidden):
             return f"its input is a {type(hidden).__name__}"
+        if any(is_traceable_wrapper_subclass(parameter) for parameter in self.module.parameters()):
+            return "its weights are a tensor subclass"
         for child in self.module.modules():
             if child._backward_hooks or child._backward_pre_hooks:
                 return "it has backward hooks, which need its output"
@@ -163,19 +176,34 @@ class _StandIn(StandIn):
         return ""
 
 
-def _obstacle(name: str, head: nn.Module, compiled: dict[str, str]) -> str:
+def _obstacle(name: str, head: nn.Module, compiled: dict[str, str], sharded: dict[str, str]) -> str:
     """Return why a head cannot return lazy logits; empty if it can."""
     for outer, kind in compiled.items():
-        if name == outer or not outer or name.startswith(f"{outer}."):
+        if _is_in(name, outer):
             return f"{kind} is compiled"
+    for outer, kind in sharded.items():
+        if outer and _is_in(name, outer):
+            return f"FSDP2 gathers {kind} for its own forward only"
     own = vars(head).get(FORWARD)
     if own is not None and not isinstance(own, _StandIn) and getattr(own, "__func__", None) is not type(head).forward:
         return "its forward was replaced on the object"
     if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."):
         return f"{type(head).__name__} is not known to treat each position by itself"
-    if any(is_traceable_wrapper_subclass(parameter) for parameter in head.parameters()):
+    if any(
+        is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
+        for parameter in head.parameters()
+    ):
         return "its weights are a tensor subclass"
-    return ""
+    return ""  # FSDP2 replaces its parameters, which are a DTensor, by whole ones before the step
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _sharded(module: nn.Module) -> dict[str, str]:
+    """Return the classes of submodules that FSDP2 gathers, by name."""
+    return {name: type(child).__name__ for name, child in module.named_modules() if isinstance(child, FSDPModule)}
 
 
 def _compiled(module: nn.Module) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.nn.stand_in import warn_once
 
@@ -133,7 +134,7 @@ class Source:
     shape: tuple[int, ...]
     real: Tensor | None = None
     settled: Tensor | None = None
-    _versions: tuple[int, ...] = field(init=False)
+    _versions: tuple[tuple[bool, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self._versions = self._versions_now()
@@ -146,7 +147,7 @@ class Source:
 
     @property
     def is_current(self) -> bool:
-        """Whether no tensor of the computation has changed since the forward pass."""
+        """Whether no tensor of the computation was written or sharded since the forward pass."""
         return self._versions == self._versions_now()
 
     def computed(self) -> Tensor:
@@ -186,6 +187,7 @@ class Source:
             with torch.no_grad():
                 self.settled = self.logits_of(self.hidden, self.shape)
 
-    def _versions_now(self) -> tuple[int, ...]:
+    def _versions_now(self) -> tuple[tuple[bool, int], ...]:
+        """Return for each tensor whether it is sharded, and how often it was written."""
         tensors = (self.hidden, *self.call.head.parameters(), *(one for step in self.steps for one in step.tensors))
-        return tuple(0 if one.is_inference() else one._version for one in tensors)
+        return tuple((is_traceable_wrapper_subclass(one), 0 if one.is_inference() else one._version) for one in tensors)

@@ -11,7 +11,6 @@ from lightning_unified.cost_model.plan import Layout, Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.links import Link, link_of, tabled_link
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.options.loss_chunk import AskedChunk
 from lightning_unified.planner.devices.layouts import why_layout
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.ranks.fake_group import fake_group
@@ -99,20 +98,6 @@ class DeviceGroup:
             fits = budget_bytes is None or bytes_of_whole(module, ranks=self.devices) <= budget_bytes
             hold = "parameters" if fits else "shards"
         return replace(self, hold="parameters" if hold == "parameters" else "shards")
-
-    def loss_chunk(self, asked: AskedChunk) -> AskedChunk:
-        """Return the loss chunks to consider: ranks that hold shards offer none.
-
-        Raises:
-            ConfigurationError: If such ranks are asked for one.
-        """
-        if self.hold != "shards":
-            return asked
-        if asked not in ("auto", False):
-            raise ConfigurationError(
-                f'loss_chunk={asked!r}: ranks with hold="shards" cannot compute the loss in chunks; give hold="parameters" or loss_chunk=False.'
-            )
-        return False
 
     def layouts(self) -> tuple["DeviceGroup", ...]:
         """Return the ways in which these devices can train a module together."""

@@ -60,8 +60,6 @@ def why_layout(layouts: Sequence[Layout], *, strategy: str, hold: str) -> str:
 def _layout(
     strategy: str, hold: str, planner: Planner, combination: Combination, *, budget_bytes: int, rates: Rates
 ) -> Layout | None:
-    if hold == "shards":  # such ranks compute the loss as the module does
-        combination = replace(combination, loss_chunk=None)
     try:
         choice = planner.choose([combination], budget_bytes=budget_bytes, rates=rates)
     except DryRunError:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from lightning_unified.cost_model.rates.links import tabled_link
 from lightning_unified.planner.first_batch.distributed import DistributedFirstStep, DistributedPlanning
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.ranks.sharded_copy import Sharding
-from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.ranks.consensus import Ranks
@@ -94,13 +92,6 @@ class ShardedPlanning(DistributedPlanning):
     @property
     def _in_lockstep(self) -> bool:
         return self._sharding.hold == "shards"
-
-    @override
-    def combinations(self) -> list[Combination]:
-        found = super().combinations()
-        if self._in_lockstep:  # such ranks compute the loss as the module does
-            found = list(dict.fromkeys(replace(one, loss_chunk=None) for one in found))
-        return found
 
     @override
     def _planner(self, batch: Any, shape: BatchShape | None, **sharded: Any) -> Planner:
