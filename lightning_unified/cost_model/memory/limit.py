@@ -29,8 +29,8 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
 
     An allocator at its limit frees its unused blocks and tries again. The moment at which that happens decides how later
     blocks are split, and a few megabytes shift the moment. So a step can succeed within a limit and fail within a slightly
-    larger one. If a step meets its limit, it counts as fitting only if it succeeds within every larger limit too, and 2 % below. The
-    limits tried are one percent apart and the same for all callers.
+    larger one. If a step meets its limit, it counts as fitting only if it succeeds within every larger limit too, and on CUDA and HIP
+    2 % below. The limits tried are one percent apart and the same for all callers.
 
     Args:
         trace: A step in steady state.
@@ -42,7 +42,7 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     """
     found = _reserved_within(trace, limit, settings)
     unhindered = None if found is None else allocator_peak(trace, settings=settings).reserved
-    others = _limits_around(limit)
+    others = _limits_around(limit, below=_BELOW if trace.backend in ("cuda", "rocm") else 0)
     while found not in (None, unhindered):
         found = _reserved_within(trace, next(others), settings)
     return found is not None
@@ -67,9 +67,9 @@ def _reserved_within(trace: Trace, limit: float, settings: AllocatorSettings) ->
     return trace.kept[key]
 
 
-def _limits_around(limit: float) -> Iterator[float]:
-    """Yield the powers of `_STEP`, from `_BELOW` steps under the largest that does not exceed `limit`."""
-    first = math.floor(math.log(limit) / math.log(_STEP)) - _BELOW
+def _limits_around(limit: float, *, below: int) -> Iterator[float]:
+    """Yield the powers of `_STEP`, from `below` steps under the largest that does not exceed `limit`."""
+    first = math.floor(math.log(limit) / math.log(_STEP)) - below
     yield from (_STEP**exponent for exponent in itertools.count(first))
 
 
