@@ -9,7 +9,8 @@ a heap or segment from the driver. Every allocator here follows the `Pools` prot
 4. `give_back(block)`: keep a freed block, merged with free neighbours.
 5. `release()`: return unused memory to the driver.
 
-Modelled are size classes, reuse, splitting, merging, release and CUDA streams. Not modelled are the order in which a driver finishes commands, private pools of graphs, and the settings `expandable_segments`, `max_split_size_mb` and
+Modelled are size classes, reuse, splitting, merging, release and CUDA's streams. Not modelled are the order in which a driver
+finishes commands, private pools of graphs, and the settings `expandable_segments`, `max_split_size_mb` and
 `roundup_power2_divisions`. `metal/` models Metal's heaps, `host_heap.py` a process's own heap.
 """
 
@@ -156,8 +157,8 @@ class CudaSegments:
     | larger | the block's own size, rounded up to 2 MiB |
 
     The smallest freed block of the same stream that fits is taken, at equal sizes the one of the lowest address. It is split if
-    enough remains, and freed neighbours merge. Only whole segments go back to the driver. `addresses` places segments; at the latest when a
-    block is freed, a kernel has run.
+    enough remains, and freed neighbours merge. Only whole segments go back to the driver. `addresses` places segments; at the
+    latest when a block is freed, a kernel has run.
 
     Attributes:
         addresses: Addresses of segments.
@@ -174,9 +175,8 @@ class CudaSegments:
         self.reserved = 0
         self.addresses = Addresses()
         self._stream = 0
-        self._freed: defaultdict[tuple[int, bool], Freed] = defaultdict(
-            Freed
-        )  # by stream, and whether blocks are small
+        # by the stream, and whether blocks are small
+        self._freed: defaultdict[tuple[int, bool], Freed] = defaultdict(Freed)
 
     def on_stream(self, stream: int) -> None:
         """Let `reuse` and `place` return blocks of a stream from now on; 0 is the default stream."""
