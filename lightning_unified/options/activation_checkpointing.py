@@ -199,6 +199,16 @@ class CheckpointedBlocks:
             module.recompute = False  # type: ignore[assignment]
         self._recomputing = Recomputing(policy.choose(plain), keep_attention=policy.keep_attention)
 
+    @property
+    def count(self) -> int:
+        """Number of blocks that run again in the backward pass; 0 if they are unknown."""
+        if self.policy.blocks != "all":
+            return self.policy.blocks
+        try:
+            return len((self.blocks or find_blocks(self._module)).plain)
+        except ValueError:
+            return 0
+
     def undo(self) -> None:
         """Restore the module; a second call does nothing."""
         if self._recomputing is not None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import lightning as L
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.lazy_logits import LazyHeads, obstacles, output_heads, rows_of
+from lightning_unified.nn.lazy_logits import LazyHeads, obstacles, output_heads, rows_of, tied_heads
 
 __all__ = ["AskedChunk", "LossChunk", "check_chunk", "chunk_choices", "chunk_of", "offers_chunk"]
 
@@ -23,8 +23,8 @@ class LossChunk:
     A module of its own kind offers an attribute `loss_chunk_rows`, an int or None (its own choice). Its `training_step` passes the
     attribute to the loss function; `lightning_unified.nn.linear_cross_entropy` takes it as `chunk_rows`.
 
-    A module that holds Hugging Face models needs nothing: the output heads return logits without storage in training, and
-    `cross_entropy` computes them in chunks (`lightning_unified.nn.lazy_logits`).
+    Any other module with output heads needs nothing: they return logits without storage in training, and `cross_entropy` computes them
+    in chunks (`lightning_unified.nn.lazy_logits`).
 
     Logits and their gradient take rows x vocabulary x 8 bytes in float32.
 
@@ -41,10 +41,11 @@ class LossChunk:
 
     def __init__(self, module: L.LightningModule, rows: int | None) -> None:
         has_attribute = _has_attribute(module)
-        if not has_attribute and not output_heads(module):
+        if not has_attribute and not _has_heads(module):
             raise ConfigurationError(
                 f"loss_chunk={rows}: {type(module).__name__} has no attribute {_ATTRIBUTE}, by which a module says that its loss can be "
-                "computed in chunks, and no Hugging Face model with an output head. Give it the attribute, and pass it to "
+                "computed in chunks, and no output head (a linear layer, or an embedding table after a normalization, with at least 2,048 "
+                "classes and twice as many as features). Give it the attribute, and pass it to "
                 "lightning_unified.nn.linear_cross_entropy as chunk_rows."
             )
         if rows is not None and not _is_count(rows):
@@ -77,7 +78,8 @@ class LossChunk:
 
 def offers_chunk(module: L.LightningModule) -> bool:
     """Return whether the module has a loss chunk that can be set."""
-    return _has_attribute(module) or len(output_heads(module)) > len(obstacles(module))
+    heads = {**output_heads(module), **tied_heads(module)}
+    return _has_attribute(module) or len(heads) > len(obstacles(module))
 
 
 def chunk_choices(module: L.LightningModule, asked: AskedChunk = "auto") -> tuple[int | None, ...]:
@@ -102,6 +104,10 @@ def check_chunk(asked: Any) -> None:
     """Raise `ConfigurationError` if `asked` is neither `"auto"`, nor False, nor a count of rows."""
     if asked != "auto" and asked is not False and not _is_count(asked):
         raise ConfigurationError(f'loss_chunk={asked!r}: give "auto", false, or a count of rows of logits, 1 or more.')
+
+
+def _has_heads(module: L.LightningModule) -> bool:
+    return bool(output_heads(module) or tied_heads(module))
 
 
 def _has_attribute(module: L.LightningModule) -> bool:

@@ -15,6 +15,7 @@ from lightning_unified.options.loss_chunk import chunk_choices, chunk_of, offers
 transformers = pytest.importorskip("transformers")
 
 from tests.support.causal_lms import VOCABULARY, causal_lm  # noqa: E402
+from tests.support.modules.decoders import CLASSES, Decoder  # noqa: E402
 
 
 class Tuned(L.LightningModule):
@@ -173,7 +174,7 @@ def test_a_chunk_for_a_module_that_has_none_is_refused():
     options = AppliedOptions(loss_chunk=8)
     module = Plain()
     with pytest.raises(
-        ConfigurationError, match=r"loss_chunk=8: Plain has no attribute loss_chunk_rows, .* no Hugging Face model"
+        ConfigurationError, match=r"loss_chunk=8: Plain has no attribute loss_chunk_rows, .* no output head"
     ):
         options.begin(module, [module.configure_optimizers()])
 
@@ -184,3 +185,53 @@ def test_another_value_is_refused_with_the_allowed_ones(wrong):
         UnifiedStrategy(loss_chunk=wrong)
     with pytest.raises(ConfigurationError, match=r'loss_chunk=.*: give "auto", false, or a count of rows'):
         plan(Plain(), torch.zeros(2, 3), budget="1GiB", device="cpu", loss_chunk=wrong)
+
+
+class Foreign(Tuned):
+    """A decoder of the user's own, with an output head of some form."""
+
+    def __init__(self, form):
+        super().__init__(Decoder(form))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.network(batch)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.plans.append(getattr(self.trainer.strategy, "plan", None))
+
+
+@pytest.mark.parametrize("form", ["linear", "functional"])
+def test_a_module_of_the_users_own_trains_in_chunks_as_in_lightning(form):
+    plain, module = Foreign(form), Foreign(form)
+    metrics = dict(fit(plain, "auto", vocabulary=CLASSES, validates=False).callback_metrics)
+    trainer = fit(
+        module,
+        UnifiedStrategy(loss_chunk=5, micro_batch_size=3, recompute=True, predict=False),
+        vocabulary=CLASSES,
+        validates=False,
+    )
+
+    assert set(plain.network.kinds) == {torch.Tensor} and LazyLogits in module.network.kinds
+    head = "network.head" if form == "linear" else "the tied weights after network.norm"
+    assert module.plans[0].reasons["loss_chunk"] == f"5 rows, as asked: {head}"
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-3, atol=5e-5)
+    torch.testing.assert_close(trainer.callback_metrics["loss"], metrics["loss"])
+    assert not any("forward" in vars(one) for one in module.modules())
+
+
+@pytest.mark.parametrize("form", ["linear", "transposed"])
+def test_a_plan_counts_and_chooses_the_chunk_of_a_users_own_module(form):
+    module, batch = Foreign(form), torch.zeros(16, 129, dtype=torch.long)
+    logits = 16 * 128 * CLASSES * 4
+    whole, chunked = (
+        predict(module, batch, device="mps", optimizer_kernel="for-loop", loss_chunk=rows).peak_bytes
+        for rows in (None, 128)
+    )
+    assert whole - chunked > 1.5 * logits
+
+    settings = {"budget": "36MiB", "device": "mps", "rates": tabled_rates("m2-16gb")}
+    chosen, never = (plan(module, batch, loss_chunk=asked, **settings) for asked in ("auto", False))
+    assert (chosen.loss_chunk, chosen.micro_batch_size, never.micro_batch_size) == (128, 16, 1)

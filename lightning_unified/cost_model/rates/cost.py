@@ -40,6 +40,13 @@ torch calls Python for each operation (`TorchDispatchMode`).
 Source: narrow layers under a mode that does nothing, torch 2.13: 14.5 µs an operation instead of 4.2.
 """
 
+_CHECKPOINTED = 90
+"""Launches that a block costs the host if it runs again, besides its operations.
+
+torch calls Python for each tensor that the block saves, when it is saved and when it is read.
+Source: benchmarks/cost_model/host_time.py.
+"""
+
 _Loads = dict[tuple[str, str], float]
 """Busy seconds by processor and phase.
 
@@ -145,10 +152,10 @@ def _least_loads(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -
     loads, starts = _loads(trace, rates), {("host", "forward"): rates.part * trace.num_micro_batches}
     for work, (host, device) in _repeated(trace, rates):
         kernel = rates.kernel if work.flops or work.moved else 0.0
-        _load(starts, work.phase, rates.launch, kernel)
+        _load(starts, work.phase, host, kernel)
         if _recomputed(work, again):
             _load(loads, "backward", _AGAIN * host, _AGAIN * device)
-            _load(starts, "backward", _AGAIN * rates.launch, _AGAIN * kernel)
+            _load(starts, "backward", _AGAIN * host, _AGAIN * kernel)
     return loads, starts
 
 
@@ -203,7 +210,11 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
 
 
 def _added_up(trace: Trace, rates: Rates) -> _Loads:
-    loads: _Loads = {("host", "forward"): rates.part * trace.num_micro_batches}
+    again = _CHECKPOINTED * rates.launch * trace.recomputed_blocks
+    loads: _Loads = {
+        ("host", "forward"): rates.part * trace.num_micro_batches,
+        ("host", "backward"): again * trace.num_micro_batches,
+    }
     watched = _WATCHED * rates.launch if "attention kept" in trace.options.get("recompute", "") else 0.0
     costs = _Costs(rates, trace.backend)
     for event in trace.events:

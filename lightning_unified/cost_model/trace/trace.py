@@ -164,6 +164,7 @@ class Trace:
         notes: Assumptions behind the figures, and effects the dry run cannot see.
         options: Memory options of the step, such as `{"recompute": "all", "precision": "bf16-mixed"}`.
         attends: Whether the step called torch's attention with gradients on a backend that is not the CPU.
+        recomputed_blocks: Number of blocks that run again in the backward pass of a micro-batch.
     """
 
     events: tuple[Event, ...]
@@ -175,6 +176,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
     attends: bool = False
+    recomputed_blocks: int = 0
 
     @cached_property
     def kept(self) -> dict[Any, Any]:

@@ -4,7 +4,8 @@
 between head and loss are recorded, and replayed on each chunk of rows. `recorded_logits` returns them as a linear layer and a function.
 """
 
-from lightning_unified.nn.lazy_logits.heads import LazyHeads, obstacles, output_heads, rows_of
+from lightning_unified.nn.lazy_logits.find import obstacles, output_heads, tied_heads
+from lightning_unified.nn.lazy_logits.heads import LazyHeads, rows_of
 from lightning_unified.nn.lazy_logits.recorded import LinearLogits, UnknownLogitsError, recorded_logits
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "output_heads",
     "recorded_logits",
     "rows_of",
+    "tied_heads",
 ]

@@ -1,4 +1,4 @@
-"""Find a model's output heads, and let them return lazy logits in training."""
+"""Let output heads return lazy logits in training."""
 
 import weakref
 from functools import partial
@@ -6,57 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_unified.nn.lazy_logits.find import PLAIN, TiedHead, obstacles, output_heads, tied_heads
 from lightning_unified.nn.lazy_logits.source import HeadCall, Source
+from lightning_unified.nn.lazy_logits.states import hidden_states
 from lightning_unified.nn.lazy_logits.tensor import LazyLogits, View, lazy
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
 
-__all__ = ["LazyHeads", "autocast_dtype", "lazy_output", "obstacles", "output_heads", "rows_of"]
+__all__ = ["LazyHeads", "autocast_dtype", "lazy_output", "rows_of"]
 
-_SAID: set[str] = set()  # of this process: a plan asks for the heads many times
-_PLAIN = "Its logits are computed at once, as without memory.loss_chunk."
-
-
-def output_heads(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the output heads of the Hugging Face models in `module`, by name.
-
-    A model has one if its class has `loss_function`, and `get_output_embeddings()` returns a submodule.
-    """
-    names = {id(child): name for name, child in module.named_modules()}
-    found: dict[str, nn.Module] = {}
-    for child in module.modules():
-        kind = type(child)
-        if not hasattr(kind, "get_output_embeddings") or not hasattr(kind, "loss_function"):
-            continue
-        try:
-            head = child.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-        except (AttributeError, NotImplementedError):  # transformers' answer of a model without a head
-            continue
-        except Exception as error:  # the user's own method: the model trains without lazy logits
-            warn_once(
-                _SAID, f"{kind.__name__}.get_output_embeddings() raised {type(error).__name__}: {error}. {_PLAIN}"
-            )
-            continue
-        if isinstance(head, nn.Module) and id(head) in names:
-            found[names[id(head)]] = head
-    return found
-
-
-def obstacles(module: nn.Module) -> dict[str, str]:
-    """Return the output heads of `module` that cannot return lazy logits, with the reasons."""
-    compiled, sharded = _compiled(module), _sharded(module)
-    found = {name: _obstacle(name, head, compiled, sharded) for name, head in output_heads(module).items()}
-    return {name: why for name, why in found.items() if why}
+_PLAIN_TENSORS = (Tensor, FakeTensor)
 
 
 def rows_of(module: nn.Module) -> int | None:
     """Return the rows of a chunk of lazy logits; None if no output head returns them."""
-    forwards = [vars(head).get(FORWARD) for head in output_heads(module).values()]
-    return next((forward.rows for forward in forwards if isinstance(forward, _StandIn)), None)
+    modules = [*output_heads(module).values(), *(head.source for head in tied_heads(module).values())]
+    forwards = [vars(one).get(FORWARD) for one in modules]
+    return next((forward.rows for forward in forwards if isinstance(forward, (_StandIn, _TiedStandIn))), None)
 
 
 class LazyHeads:
@@ -64,10 +34,10 @@ class LazyHeads:
 
     A head's `forward` is replaced on the object. Its class, parameters, hooks and state-dict keys stay. A copy made with
     `copy.deepcopy`, `pickle` or `torch.save` has the original forward. Without gradients, and in compiled code, a head computes its
-    logits.
+    logits. A head without a layer of its own is the module whose output is multiplied with an embedding table.
 
     Args:
-        module: A module that holds models with output heads.
+        module: A module with output heads, as `output_heads` and `tied_heads` find them.
         rows: Rows of logits that the loss computes at one time.
 
     Attributes:
@@ -79,14 +49,18 @@ class LazyHeads:
         said: set[str] = set()
         self.refused = obstacles(module)
         heads = {name: head for name, head in output_heads(module).items() if name not in self.refused}
-        self.names = tuple(heads)
+        tied = {name: head for name, head in tied_heads(module).items() if name not in self.refused}
+        self.names = (*heads, *(f"the tied weights after {name}" for name in tied))
         for name, why in self.refused.items():
-            warn_once(said, f"{name} stays as it is, because {why}. {_PLAIN}")
+            warn_once(said, f"{name} stays as it is, because {why}. {PLAIN}")
         alive: weakref.WeakSet[Source] = weakref.WeakSet()
-        self._stand_ins = [_StandIn(name, head, rows, said=said, alive=alive) for name, head in heads.items()]
+        self._stand_ins: list[StandIn] = [
+            *(_StandIn(name, head, rows, said=said, alive=alive) for name, head in heads.items()),
+            *(_TiedStandIn(head, rows, said=said, alive=alive) for head in tied.values()),
+        ]
         for stand_in in self._stand_ins:
             stand_in.install()
-        self._hook = register_optimizer_step_pre_hook(_Settling(alive)) if heads else None
+        self._hook = register_optimizer_step_pre_hook(_Settling(alive)) if self.names else None
 
     def remove(self) -> None:
         """Restore the heads' `forward`; a second call does nothing."""
@@ -144,7 +118,7 @@ class _StandIn(StandIn):
             return self.function(*args, **kwargs)
         assert isinstance(hidden, Tensor)
         if why := self._reason_against(hidden):
-            warn_once(self._said, f"{self._name} runs as it is, because {why}. {_PLAIN}")
+            warn_once(self._said, f"{self._name} runs as it is, because {why}. {PLAIN}")
             return self.function(hidden)
         dtype = autocast_dtype(hidden.device.type)
         call = HeadCall(self.module, self.function, self.rows, dtype, self._said, self._alive)
@@ -176,43 +150,43 @@ class _StandIn(StandIn):
         return ""
 
 
-def _obstacle(name: str, head: nn.Module, compiled: dict[str, str], sharded: dict[str, str]) -> str:
-    """Return why a head cannot return lazy logits; empty if it can."""
-    for outer, kind in compiled.items():
-        if _is_in(name, outer):
-            return f"{kind} is compiled"
-    for outer, kind in sharded.items():
-        if outer and _is_in(name, outer):
-            return f"FSDP2 gathers {kind} for its own forward only"
-    own = vars(head).get(FORWARD)
-    if own is not None and not isinstance(own, _StandIn) and getattr(own, "__func__", None) is not type(head).forward:
-        return "its forward was replaced on the object"
-    if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."):
-        return f"{type(head).__name__} is not known to treat each position by itself"
-    if any(
-        is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
-        for parameter in head.parameters()
-    ):
-        return "its weights are a tensor subclass"
-    return ""  # FSDP2 replaces its parameters, which are a DTensor, by whole ones before the step
+class _TiedStandIn(StandIn):
+    """Replacement of the forward of a module whose output is multiplied with an embedding table."""
+
+    def __init__(self, head: TiedHead, rows: int, *, said: set[str], alive: "weakref.WeakSet[Source]") -> None:
+        super().__init__(head.source, FORWARD)
+        self._head, self.rows, self._said, self._alive = head, rows, said, alive
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.function(*args, **kwargs)
+        if not self.is_on or torch.compiler.is_compiling() or type(result) not in _PLAIN_TENSORS:
+            return result
+        if result.dim() < 2 or not torch.is_grad_enabled() or not result.requires_grad:
+            return result
+        return hidden_states(result, self._product)
+
+    def _product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return lazy logits for a product with one of the tables; None for another product."""
+        is_table = any(weight is one for one in self._head.weights)
+        if not self.is_on or not is_table or not isinstance(bias, (nn.Parameter, type(None))):
+            return None
+        dtype = autocast_dtype(hidden.device.type)
+        if not torch.is_grad_enabled() or hidden.dim() < 2 or (dtype is None and hidden.dtype != weight.dtype):
+            return None
+        head = _TiedLinear(weight, bias)
+        return lazy_output(
+            HeadCall(head, head.forward, self.rows, dtype, self._said, self._alive), hidden, is_tracked=True
+        )
 
 
-def _is_in(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
+class _TiedLinear(nn.Linear):
+    """A linear layer over parameters of other modules."""
 
-
-def _sharded(module: nn.Module) -> dict[str, str]:
-    """Return the classes of submodules that FSDP2 gathers, by name."""
-    return {name: type(child).__name__ for name, child in module.named_modules() if isinstance(child, FSDPModule)}
-
-
-def _compiled(module: nn.Module) -> dict[str, str]:
-    """Return the classes of compiled submodules, by name."""
-    found: dict[str, str] = {}
-    for name, child in module.named_modules():
-        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
-            found[name] = type(getattr(child, "_orig_mod", child)).__name__
-    return found
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.register_parameter("weight", weight)  # pyright: ignore[reportArgumentType]
+        self.register_parameter("bias", bias)  # pyright: ignore[reportArgumentType]
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lightning_unified.nn.lazy_logits.loss import cross_entropy
+from lightning_unified.nn.lazy_logits.nodes import writes_in_place
 from lightning_unified.nn.lazy_logits.source import HERE, Source, Step
-from lightning_unified.nn.lazy_logits.tensor import LazyLogits, View, lazy
+from lightning_unified.nn.lazy_logits.tensor import LazyLogits, View, lazy, lazy_among
 
 __all__ = ["run"]
 
@@ -31,7 +32,7 @@ _WRITES = {"__setitem__", "requires_grad_", "register_hook", "retain_grad", "bac
 
 def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operation with lazy logits among its arguments."""
-    given = [one for one in tree_leaves((args, dict(kwargs))) if isinstance(one, LazyLogits)]
+    given = lazy_among(args, kwargs)
     views = [one.view_of_logits for one in given]
     if len(views) == 1 and views[0].source.real is None and views[0].source.is_current:
         found = _recorded(func, args, kwargs, given[0])
@@ -48,7 +49,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         view = value.view_of_logits
         return view.computed() if with_graph else view.passing()
 
-    return func(*tree_map(read, args), **tree_map(read, dict(kwargs)))
+    result = func(*tree_map(read, args), **tree_map(read, dict(kwargs)))
+    return args[0] if args and writes_in_place(func) and isinstance(args[0], LazyLogits) else result
 
 
 def _recorded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], logits: LazyLogits) -> Any:
@@ -250,6 +252,4 @@ def _name(func: Any) -> str:
 
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation writes into its arguments, or depends on the graph."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _WRITES or (name.startswith("__i") and name.endswith("__")) or "out" in kwargs
+    return writes_in_place(func) or getattr(func, "__name__", "") in _WRITES or "out" in kwargs

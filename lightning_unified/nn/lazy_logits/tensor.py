@@ -3,19 +3,20 @@
 Its metadata is known, and its values are computed when an operation reads them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
+from lightning_unified.nn.lazy_logits.nodes import has_own_node
 from lightning_unified.nn.lazy_logits.source import Source
 
-__all__ = ["LazyLogits", "View", "lazy", "values_of"]
+__all__ = ["LazyLogits", "View", "lazy", "lazy_among", "values_of"]
 
 _NAMES = (
     "shape",
@@ -106,7 +107,7 @@ class LazyLogits(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or not all(map(has_own_node, lazy_among(args, kwargs))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         from lightning_unified.nn.lazy_logits.operations import run  # it makes lazy tensors itself
@@ -123,6 +124,11 @@ class LazyLogits(torch.Tensor):
         return func(*tree_map(values_of, args), **given)
 
 
+def lazy_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[LazyLogits]:
+    """Return the lazy logits among the arguments of an operation."""
+    return [one for one in tree_leaves((args, dict(kwargs))) if isinstance(one, LazyLogits)]
+
+
 def values_of(value: Any) -> Any:
     """Return the values of a lazy tensor without a graph, and anything else as it is."""
     if not isinstance(value, LazyLogits):
@@ -136,10 +142,10 @@ def lazy(view: View, dtype: torch.dtype) -> LazyLogits:
     """Return lazy logits; those that are tracked have a place in autograd's graph."""
     if not view.is_tracked:
         return LazyLogits(view, dtype)
-    return _InGraph.apply(view, dtype, view.hidden, *view.source.trained)  # pyright: ignore[reportReturnType]
+    return InGraph.apply(view, dtype, view.hidden, *view.source.trained)  # pyright: ignore[reportReturnType]
 
 
-class _InGraph(torch.autograd.Function):
+class InGraph(torch.autograd.Function):
     """Connects lazy logits with the graph, for operations that come past `__torch_function__`."""
 
     @staticmethod

@@ -188,6 +188,7 @@ class DryRun:
             notes=("no weights were written in the recorded step",) if unwritten else (),
             options={name: str(value) for name, value in options.items() if value is not None},
             attends=fit.attends,
+            recomputed_blocks=fit.recomputed_blocks,
         )
 
 

@@ -185,6 +185,11 @@ class FakeFit:
         self._recomputed = None if policy is None else CheckpointedBlocks(self._copy, policy)
 
     @property
+    def recomputed_blocks(self) -> int:
+        """Number of blocks that run again in the backward pass."""
+        return 0 if self._recomputed is None else self._recomputed.count
+
+    @property
     def length(self) -> int | None:
         """Positions of a row; None where rows are no sequences."""
         return self.size.length or self._spec.length or self._templates.traced.length

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
-from lightning_unified.cost_model.trace.trace import Category, Collective, Event, Phase, Work
+from lightning_unified.cost_model.trace.trace import Category, Collective, Event, Passes, Phase, Work
 from lightning_unified.hardware.allocators.engine_sums import first_term, may_be_sum
 from lightning_unified.planner.fake.flops import flops_of
 from lightning_unified.planner.fake.known_values import are_wrapped, tensors_among
@@ -31,6 +31,11 @@ __all__ = ["Recorder"]
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_COMPILED_CALL = 20
+"""Launches that the call of a compiled graph costs the host besides its kernels: guards, and torch's code around the graph.
+
+Source: benchmarks/cost_model/host_time.py.
+"""
 
 
 class _Facts:
@@ -89,6 +94,13 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._is_paused = before
+
+    def note_compiled_call(self) -> None:
+        """Note what the host does for a call of a compiled graph besides launching its kernels."""
+        if not self._is_paused and self.storages.events is not None:
+            self.storages.events.append(
+                Passes("compiled call", self.phase, self._place(), launches=_COMPILED_CALL, kernels=0)
+            )
 
     def note_fused(self, results: Sequence[Tensor], *, moved: int) -> None:
         """Note a fused kernel that stores `results`, and reads and writes `moved` bytes."""
@@ -219,13 +231,13 @@ class Recorder(TorchDispatchMode):
         return entered[0] if entered else None
 
     def _work(self, facts: _Facts, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], result: Any) -> Work:
-        moved, dtype = 0, None
-        given = (*args, *kwargs.values()) if kwargs else args
-        for tensor in (*outputs, *tensors_among(given)):
-            moved += tensor.numel() * tensor.element_size()
-            if dtype is None and tensor.is_floating_point():
-                dtype = tensor.dtype
+        given = [*tensors_among((*args, *kwargs.values()) if kwargs else args)]
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*outputs, *given))
+        dtype = next((tensor.dtype for tensor in (*outputs, *given) if tensor.is_floating_point()), None)
         flops = 0 if facts.flops is None else int(facts.flops(*args, **kwargs, out_val=result))
+        factors = [tensor.dtype for tensor in given if tensor.is_floating_point()] if flops else []
+        if len(factors) > 1:  # a product of half precision may be added to float32
+            dtype = min(factors, key=_itemsize)
         return self._one_of_equals(facts.name, self.phase, self._place(), flops, moved, _name_of(dtype))
 
     def _one_of_equals(self, *key: Any) -> Work:
@@ -234,6 +246,10 @@ class Recorder(TorchDispatchMode):
         if work is None:
             work = self._works[key] = Work(*key)
         return work
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 @cache

@@ -52,6 +52,7 @@ class FusedGraph:
 
     def __call__(self, given: list[Any]) -> Any:
         """Return the graph's outputs; the list of inputs is emptied."""
+        self._recorder.note_compiled_call()
         values: dict[fx.Node, Any] = dict(zip(self._inputs, given, strict=True))
         given.clear()
         for unused in self._ends[-1]:

@@ -140,11 +140,11 @@ def test_a_model_whose_own_method_fails_has_no_heads_and_says_so_once(model, cap
         raise ValueError("no head yet")
 
     monkeypatch.setattr(type(model), "get_output_embeddings", fail)
-    monkeypatch.setattr(lazy_logits.heads, "_SAID", set())
+    monkeypatch.setattr(lazy_logits.find, "_SAID", set())
 
     assert output_heads(model) == {} == output_heads(model)
     assert [record.message for record in caplog.records] == [
-        f"{type(model).__name__}.get_output_embeddings() raised ValueError: no head yet. {lazy_logits.heads._PLAIN}"
+        f"{type(model).__name__}.get_output_embeddings() raised ValueError: no head yet. {lazy_logits.find.PLAIN}"
     ]
 
 
