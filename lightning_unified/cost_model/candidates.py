@@ -41,7 +41,6 @@ class Option:
         split: Rows of each micro-batch, if only this split is searched. Options with a split come in the order of their lower
             bounds, and the search traces them only while they can win. None searches all splits, and lists the best one among
             the alternatives.
-        no_faster_than: Traces of a step that is never slower than this option; predictions are raised to its time.
     """
 
     traces: Sizes
@@ -53,7 +52,6 @@ class Option:
     attention: str | None = None
     changes: int = 0
     least_seconds: Callable[[int], float] | None = None
-    no_faster_than: Sizes | None = None
     split: tuple[int, ...] | None = None
 
 

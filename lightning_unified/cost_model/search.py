@@ -196,16 +196,10 @@ class _Measure:
     @staticmethod
     def _seconds(option: Option, split: tuple[int, ...], rates: Rates) -> float:
         least = 0.0 if option.least_seconds is None else option.least_seconds(len(split))
-        found = [
-            split_seconds(
-                lambda rows, num_micro_batches, traces=traces: traces.at(rows, num_micro_batches=num_micro_batches),
-                split,
-                rates,
-            )
-            for traces in (option.traces, option.no_faster_than)
-            if traces is not None
-        ]
-        return max(*found, least)
+        found = split_seconds(
+            lambda rows, num_micro_batches: option.traces.at(rows, num_micro_batches=num_micro_batches), split, rates
+        )
+        return max(found, least)
 
 
 def _peak(option: Option, split: tuple[int, ...]) -> int:
@@ -221,16 +215,13 @@ def _splits_left(
 ) -> list[tuple[int, ...]]:
     """Return the splits with which an option could beat the plans that fit.
 
-    An option that recomputes more than a fitting option, and is otherwise equal or slower, is slower in as many micro-batches
-    or more. If the option is only searched while it can win, those splits are left out. Splits with more micro-batches than a
+    An option that recomputes more than a fitting option, and is otherwise equal, is slower in as many micro-batches or more. If the option is only searched while it can win, those splits are left out. Splits with more micro-batches than a
     fitting one of the same option are left out too, unless they are aligned and that one is not.
     """
     fewest = len(splits[-1]) + 1
     for by, plan in fitting:
         memory_options = all(getattr(option, name) == getattr(by, name) for name in _EQUAL_IN)
-        more = by.loss_chunk == option.loss_chunk and by.again < option.again
-        slower = option.split is not None and option.no_faster_than is by.traces and by.again <= option.again
-        same = memory_options and (more or slower)
+        same = memory_options and by.loss_chunk == option.loss_chunk and by.again < option.again
         split = next(split for split in splits if len(split) == plan.num_micro_batches)
         if same and (plan.num_micro_batches == 1 or (option.split is not None and _is_aligned(split, multiple))):
             fewest = min(fewest, plan.num_micro_batches)

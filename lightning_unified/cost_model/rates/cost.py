@@ -109,22 +109,24 @@ def least_seconds(
     rates: Rates,
     *,
     again: Callable[[Work], bool],
+    counts: Callable[[Work], bool] = lambda _: True,
     optimizer: bool = True,
 ) -> Callable[[int], float]:
     """Return a function that bounds the step time from below, given the number of micro-batches.
 
-    The bound is for a step that recomputes some operations of a traced step and otherwise equals it. Each further micro-batch
-    adds its launches and kernel starts.
+    The bound is for a step that recomputes some operations of a traced step and otherwise has at least those that count. Each further
+    micro-batch adds its launches and kernel starts.
 
     Args:
         at: Function that returns the traced step, as for `split_seconds`.
         sizes: Rows of each micro-batch of the traced step.
         rates: Speeds of the machine.
         again: Returns whether an operation of the forward pass is recomputed in the backward pass.
+        counts: Returns whether an operation of the forward or backward pass is part of the other step too.
         optimizer: Whether the optimizer runs as in the traced step; if not, it counts as 0 seconds.
     """
     trace = at(sizes[0], min(len(sizes), 2))
-    loads, starts = _least_loads(trace, rates, again=_asked_once(again))
+    loads, starts = _least_loads(trace, rates, again=_asked_once(again), counts=_asked_once(counts))
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
     fewest, starts = _split(left, sizes), _split(starts, sizes)
 
@@ -144,13 +146,18 @@ def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
     return work.phase == "forward" and not isinstance(work, Collective) and again(work)
 
 
-def _least_loads(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> tuple[_Loads, _Loads]:
+def _least_loads(
+    trace: Trace, rates: Rates, *, again: Callable[[Work], bool], counts: Callable[[Work], bool]
+) -> tuple[_Loads, _Loads]:
     """Return the loads of a step that recomputes some operations, and those that each micro-batch adds.
 
     A micro-batch adds the latter however few rows it has.
     """
     loads, starts = _loads(trace, rates), {("host", "forward"): rates.part * trace.num_micro_batches}
     for work, (host, device) in _repeated(trace, rates):
+        if not counts(work):
+            _load(loads, work.phase, -host, -device)
+            continue
         kernel = rates.kernel if work.flops or work.moved else 0.0
         _load(starts, work.phase, host, kernel)
         if _recomputed(work, again):
@@ -175,18 +182,18 @@ def _load(loads: _Loads, phase: str, host: float, device: float) -> None:
     loads["device", phase] = loads.get(("device", phase), 0.0) + device
 
 
-def _asked_once(again: Callable[[Work], bool]) -> Callable[[Work], bool]:
-    """Return `again`, asked once for each operation of each module."""
+def _asked_once(question: Callable[[Work], bool]) -> Callable[[Work], bool]:
+    """Return `question`, asked once for each operation of each module."""
     known: dict[tuple[str, str], bool] = {}
 
-    def runs_again(work: Work) -> bool:
+    def answer(work: Work) -> bool:
         key = work.place, work.op
         found = known.get(key)
         if found is None:
-            found = known[key] = again(work)
+            found = known[key] = question(work)
         return found
 
-    return runs_again
+    return answer
 
 
 def _split(loads: _Loads, sizes: Sequence[int]) -> _Loads:

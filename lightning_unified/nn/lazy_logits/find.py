@@ -133,7 +133,7 @@ def _blocks(module: nn.Module) -> list[str]:
 
 
 def _after_blocks(module: nn.Module, outside: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that were registered after the blocks, or all of them if there are none such.
+    """Return the normalizations registered after the blocks; all modules if there are none.
 
     Lazy states may not enter compiled code, so beside compiled parts the others are left out.
     """

@@ -95,7 +95,7 @@ def hidden_states(states: Tensor, product: Product) -> Tensor:
 
 
 class InGraph(torch.autograd.Function):
-    """Connects the stand-in with the graph of the states, for operations that come past `__torch_function__`."""
+    """Connects the stand-in with the graph, for operations that bypass `__torch_function__`."""
 
     @staticmethod
     @override

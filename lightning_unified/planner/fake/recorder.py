@@ -32,8 +32,9 @@ __all__ = ["Recorder"]
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _COMPILED_CALL = 20
-"""Launches that the call of a compiled graph costs the host besides its kernels: guards, and torch's code around the graph.
+"""Launches that a call of a compiled graph costs the host besides its kernels.
 
+They are guards, and torch's code around the graph.
 Source: benchmarks/cost_model/host_time.py.
 """
 

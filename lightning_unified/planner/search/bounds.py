@@ -46,9 +46,9 @@ class Bounds:
     def seconds(self, combination: Combination, *, rates: Rates) -> Callable[[int], float]:
         """Return a lower bound of the step's seconds, as a function of the number of micro-batches.
 
-        The bound is the time of the user's own step, of its operations that run again, and of the start of each micro-batch. A chunked loss
-        counts as no faster than the module's own loss. Another optimizer kernel may be faster by any factor, so the optimizer's time is
-        then left out.
+        The bound is the time of the user's own step, of its operations that run again, and of the start of each micro-batch. Another loss
+        chunk needs the same products, and may need fewer passes over the logits: outside the blocks, only products count then. Another
+        optimizer kernel may be faster by any factor, so the optimizer's time is then left out.
         """
         own = self.own
         if combination.precision != own.precision or (own.again and combination != own):
@@ -61,7 +61,13 @@ class Bounds:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
 
         optimizer = combination.optimizer_kernel == own.optimizer_kernel
-        key = again, keeps, optimizer
+        is_own_loss = combination.loss_chunk == own.loss_chunk
+        blocks = frozenset() if is_own_loss else self._names(RecomputePolicy(blocks="all"))
+
+        def counts(work: Work) -> bool:
+            return is_own_loss or work.flops > 0 or is_within(work.place, blocks)
+
+        key = again, keeps, optimizer, is_own_loss
         known = self._least.get(key)
         if known is None or known[0] is not rates:
             least = least_seconds(
@@ -69,6 +75,7 @@ class Bounds:
                 self._sizes,
                 rates,
                 again=runs_again,
+                counts=counts,
                 optimizer=optimizer,
             )
             known = self._least[key] = rates, least

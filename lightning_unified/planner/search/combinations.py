@@ -61,9 +61,10 @@ def combinations_to_compare(
 ) -> list[Combination]:
     """Return the combinations to compare, in the order in which a search looks at them.
 
-    The user's own combination comes first, then the one that needs the least memory, then the smallest loss chunk alone, then attention in
-    chunks alone, then the others by expected gain. The list is not the full product: kernels and chunks are combined with no recomputation and with full recomputation
-    only.
+    The user's own combination comes first, then the one that needs the least memory, then a middle loss chunk with and without
+    recomputation, then attention in chunks alone, then the others by expected gain. The smallest chunk is slow on a GPU, and its dry runs
+    have many operations. The list is not the full product: kernels and other chunks are combined with no recomputation and with full
+    recomputation only.
 
     Args:
         precision: Lightning's name.
@@ -86,13 +87,16 @@ def _with_one_attention(
     """Return the combinations of the other options, in the same order."""
     first, *others = chunks
     smallest = min((chunk for chunk in others if chunk is not None), default=first)
+    middle = sorted(others)[len(others) // 2] if others else first  # pyright: ignore[reportArgumentType]
     ends = list(dict.fromkeys((policies[0], policies[-1])))
     found = [
         Combination(precision=precision, recompute=policy, loss_chunk=chunk)
-        for policy, chunk in ((policies[0], first), (policies[-1], smallest), (policies[0], smallest))
-    ]
-    found += [
-        Combination(precision=precision, recompute=policy, loss_chunk=first) for policy in (*ends, *_between(policies))
+        for policy, chunk in (
+            (policies[0], first),
+            (policies[-1], smallest),
+            *((policy, middle) for policy in ends if others),
+            *((policy, chunk) for chunk in dict.fromkeys((first, middle)) for policy in (*ends, *_between(policies))),
+        )
     ]
     for chunk in others:
         found += [Combination(precision=precision, recompute=policy, loss_chunk=chunk) for policy in ends]
@@ -108,11 +112,14 @@ def _with_one_attention(
 def always_compared(combinations: Sequence[Combination]) -> int:
     """Return how many of the first combinations a search looks at, however long it takes.
 
-    These are the user's own, the one that needs the least memory, the smallest loss chunk alone, and attention in chunks alone.
+    These are the user's own, the one that needs the least memory, a middle loss chunk with and without recomputation, and attention in
+    chunks alone.
     """
     own, *others = combinations
-    has_chunk = len(others) > 1 and others[1].loss_chunk != own.loss_chunk and others[1].recompute == own.recompute
-    return 2 + has_chunk + any(one.attention != own.attention for one in others)
+    with_chunk = 0
+    if len(others) > 1 and others[1].loss_chunk != own.loss_chunk and others[1].recompute == own.recompute:
+        with_chunk = 1 + (len(others) > 2 and others[2].loss_chunk == others[1].loss_chunk)
+    return 2 + with_chunk + any(one.attention != own.attention for one in others)
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:

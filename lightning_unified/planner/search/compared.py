@@ -55,7 +55,7 @@ class ComparedOptions:
                 return
             bounds = self._bounds(combinations[0], combination)
             self._traces.of(combination, bounds=bounds)  # its bytes have a lower bound
-            yield self.option(combination, bounds=bounds, least=bounds.seconds(combination, rates=rates))
+            yield self.option(combination, least=bounds.seconds(combination, rates=rates))
 
     def promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
         """Yield combinations and splits in the order of their lower bounds of seconds."""
@@ -65,7 +65,7 @@ class ComparedOptions:
         options = []
         for one, seconds, each in zip(combinations, least, bounds, strict=True):
             self._traces.of(one, bounds=each)  # its bytes have a lower bound
-            options.append(self.option(one, least=seconds, bounds=each))
+            options.append(self.option(one, least=seconds))
         waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
         always = always_compared(combinations)
@@ -87,17 +87,13 @@ class ComparedOptions:
     def _has_traced_enough(self) -> bool:
         return self._traces.operations - self._before > _MOST_OPERATIONS
 
-    def option(
-        self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
-    ) -> Option:
+    def option(self, combination: Combination, *, least: Callable[[int], float] | None = None) -> Option:
         """Return what a search needs to know of a combination.
 
         Args:
             combination: The memory options.
             least: Lower bounds of the seconds of a step, by the number of its micro-batches.
-            bounds: The bounds that `least` comes from.
         """
-        own = None if bounds is None or bounds.own.loss_chunk == combination.loss_chunk else bounds.own
         option = Option(
             traces=self._traces.of(combination),
             recompute="none" if combination.recompute is None else str(combination.recompute),
@@ -108,7 +104,6 @@ class ComparedOptions:
             attention=combination.attention,
             changes=combination.changes,
             least_seconds=least,
-            no_faster_than=None if own is None else self._traces.of(own),
         )
         self._combinations[_key(option)] = combination
         return option

@@ -126,6 +126,9 @@ class Planner:
         self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool
     ) -> Choice:
         combinations = self._compared.that_differ(combinations)
+        own, fewest = combinations[0], self._traces.splits[0]
+        if self._bytes.fit(self._traces.of(own).at(fewest[0], num_micro_batches=len(fewest)), limit=budget_bytes):
+            combinations = [one for one in combinations if one.loss_chunk == own.loss_chunk]  # as a run does
         for _ in range(_ATTEMPTS):
             options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)

@@ -100,7 +100,7 @@ def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkey
 
 
 @pytest.mark.parametrize(("share", "launch"), crossed([1.0, 0.8], [1e-9, 1e-4], fast=[(1.0, 1e-9), (0.8, 1e-4)]))
-def test_a_loss_in_chunks_is_no_faster_than_the_modules_own_in_either_search(share, launch):
+def test_a_step_that_fits_keeps_its_own_loss_in_either_search(share, launch):
     given = {"share": share, "launch": launch, "kind": SlowLoss, "chunks": (None, 8)}
     quick, full = (chosen(**given, only_best=only) for only in (True, False))
 
