@@ -1,11 +1,13 @@
 """Speed, peak and predicted peak of compiled modules in a budget, beside a bare loop.
 
-Two networks train on batches of 32 x 1,024 tokens in bfloat16 autocast: GearHead-118M, and a GPT of 124 million parameters that knows
-nothing of this package. Each cell is a process of its own. The bare cell of a network measures a compiled loop without Lightning; its
-peak is the unit of the budgets. The other cells run `strategy="unified"` with compiled blocks, or with a module that the user compiled.
+Four networks train on batches of 32 x 1,024 tokens in bfloat16 autocast: GearHead-118M, a GPT of 124 million parameters that knows
+nothing of this package, transformers' Llama of about the same size, and torch's encoder as a classifier. Each cell is a process of its own.
+The bare cell of a network measures a compiled loop without Lightning. The other cells run `strategy="unified"` with compiled blocks, or with
+a module that the user compiled. The unit of a network's budgets is the peak of its first cell.
 
 Usage: python -m benchmarks.options.blocks.compiled_blocks [network/cell ...] [--steps 60] [--seconds 170]
-       (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out)
+       (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out, and `--add` keeps the
+       other cells of a record from the same device and versions)
 """
 
 import argparse
@@ -42,6 +44,8 @@ CELLS = tuple(
         "whole half",
         "whole quarter",
     )
+) + tuple(
+    f"{network}/{cell}" for network in ("llama", "encoder") for cell in ("blocks", "blocks half", "blocks quarter")
 )
 
 
@@ -103,7 +107,55 @@ def gearhead() -> L.LightningModule:
     return GearHead(preset="gearhead-118m", vocabulary=CLASSES, positions=LENGTH, dropout=0.0, schedule="constant")
 
 
-NETWORKS: dict[str, Callable[[], L.LightningModule]] = {"gpt": Foreign, "gearhead": gearhead}
+class Llama(Foreign):
+    """A decoder of transformers."""
+
+    def __init__(self) -> None:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        L.LightningModule.__init__(self)
+        config = LlamaConfig(
+            vocab_size=CLASSES,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            intermediate_size=2048,
+            use_cache=False,
+        )
+        self.net = AutoModelForCausalLM.from_config(config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+class Encoder(Foreign):
+    """A classifier of torch's encoder layers; its labels are the first tokens' last digits."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.tokens, self.places = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, 10)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        tokens = batch["input_ids"]
+        hidden = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return functional.cross_entropy(self.head(hidden.mean(1)), batch["labels"][:, 0] % 10)
+
+
+NETWORKS: dict[str, Callable[[], L.LightningModule]] = {
+    "gpt": Foreign,
+    "gearhead": gearhead,
+    "llama": Llama,
+    "encoder": Encoder,
+}
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -231,19 +283,32 @@ def one(name: str, steps: int, peak: int | None) -> None:
     print(json.dumps(found), flush=True)
 
 
+def recorded(but: set[str]) -> list[dict[str, Any]]:
+    """Return the runs of the present record without some cells.
+
+    The list is empty if the record comes from another device, or from other versions.
+    """
+    record = json.loads(RESULTS.read_text())
+    is_alike = record["device"] == torch.cuda.get_device_name() and record["versions"] == origin(COMMAND)["versions"]
+    return [run for run in record["runs"] if is_alike and run["cell"] not in but]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cells", nargs="*", default=list(CELLS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=170)
+    parser.add_argument("--add", action="store_true")
     options = parser.parse_args()
     if "CELL" in os.environ:
         one(os.environ["CELL"], options.steps, int(os.environ.get("PEAK", "0")) or None)
         return
     prepare("compiled-blocks")
     began = time.monotonic()
-    runs: list[dict[str, Any]] = []
+    runs = recorded(set(options.cells)) if options.add else []
     peaks: dict[str, int] = {}
+    for run in runs:
+        peaks.setdefault(run["cell"].split("/")[0], run.get("peak_bytes", 0))
     for name in options.cells:
         network, left = name.split("/")[0], options.seconds - (time.monotonic() - began)
         if left < 20:
@@ -258,8 +323,7 @@ def main() -> None:
             found = json.loads(lines[-1]) if lines else {"error": ran.stderr[-1500:]}
         except subprocess.TimeoutExpired:
             found = {"error": "no time was left"}
-        if name.endswith("/bare"):
-            peaks[network] = found.get("peak_bytes", 0)
+        peaks.setdefault(network, found.get("peak_bytes", 0))
         predicted, true = found.get("predicted_peak_bytes"), found.get("peak_bytes")
         if predicted and true:
             found["error_of_prediction"] = round(predicted / true - 1, 4)
