@@ -7,19 +7,19 @@ Usage: python -m benchmarks.cost_model.host_time      (writes benchmarks/cost_mo
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.options.blocks import compiled_blocks
 from benchmarks.records import origin, prepare, write
 from lightning_unified.cost_model.rates import measure_rates
+from lightning_unified.cost_model.trace.trace import Work
 from lightning_unified.nn.recomputing import Recomputing
 from lightning_unified.options.compilation import Compilation
+from lightning_unified.planner.dry_run import DryRun, StepSpec
 
 COMMAND = "python -m benchmarks.cost_model.host_time"
 RESULTS = Path(__file__).with_suffix(".json")
@@ -65,13 +65,28 @@ def seconds(network: nn.Module, *, entries: Tensor) -> dict[str, float]:
     return {name: value / STEPS / BLOCKS for name, value in best.items()}
 
 
-def kernels(call: Callable[[], Any]) -> int:
-    """Return the number of kernels that a call launches."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        call()
-        torch.cuda.synchronize()
-    launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
-    return sum(event.count for event in profiled.key_averages() if event.key in launches)
+class Step(L.LightningModule):
+    """A training step of the blocks, for a dry run."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch.clone().requires_grad_()).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def traced_operations(network: nn.Module) -> float:
+    """Return the operations of a block, forward and backward, in the trace of a plan."""
+    spec = StepSpec(
+        module=Step(network).cpu(), batch=torch.zeros(ROWS, LENGTH, WIDTH), backend="cuda", precision="bf16-mixed"
+    )
+    events = DryRun(spec).run(ROWS).events
+    found = [one for one in events if isinstance(one, Work) and "blocks" in one.place and one.op != "compiled call"]
+    return len(found) / BLOCKS
 
 
 def main() -> None:
@@ -87,14 +102,9 @@ def main() -> None:
     compilation = Compilation("blocks")
     compilation.begin(network)
     found["compiled"] = seconds(network, entries=entries)
-
-    def once() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            network(entries.clone().requires_grad_()).sum().backward()
-
-    launched = kernels(once) / BLOCKS
     with Recomputing(network.blocks):
         found["compiled, recomputed"] = seconds(network, entries=entries)
+    operations = traced_operations(network)
     compilation.end()
     again = {
         kind: (found[f"{kind}, recomputed"]["both"] - found[kind]["both"] - found[kind]["forward"]) / launch
@@ -105,8 +115,8 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "launch_us": launch * 1e6,
         "block_us": {kind: {name: value * 1e6 for name, value in each.items()} for kind, each in found.items()},
-        "kernels_of_a_compiled_block": launched,
-        "launches_of_a_compiled_call": (found["compiled"]["both"] / launch - launched) / 2,
+        "traced_operations_of_a_compiled_block": operations,
+        "launches_of_a_compiled_call": (found["compiled"]["both"] / launch - operations) / 2,
         "launches_of_a_recomputed_block": again,
     }
     write(results, RESULTS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["COMPILED_CALL", "compiled_parts", "is_compiled", "mark_rows"]
+__all__ = ["COMPILED_CALL", "compiled_parts", "is_compiled", "mark_rows", "parts_with_graphs"]
 
 COMPILED_CALL = "_compiled_call_impl"  # set by `nn.Module.compile`; torch leaves it out of copies and saved files
 
@@ -29,8 +29,43 @@ def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:
         return {"": module}
     found = {}
     for name, child in module.named_children():
-        found |= {f"{name}.{inner}" if inner else name: part for inner, part in compiled_parts(child).items()}
+        found |= {_joined(name, inner): part for inner, part in compiled_parts(child).items()}
     return found
+
+
+def parts_with_graphs(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules that torch's compiler runs as graphs, by name.
+
+    The compiler begins no graph in the forward of torch's own modules. After `nn.Sequential(...).compile()`, it runs each of the user's
+    modules inside as a graph, and after `nn.TransformerEncoderLayer(...).compile()` all of it eagerly. `torch.compile(module)` has no such
+    exception.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, part in compiled_parts(module).items():
+        found |= {_joined(name, inner): child for inner, child in _with_graphs(part).items()}
+    return found
+
+
+def _with_graphs(part: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules with graphs in a part that is compiled."""
+    call = vars(part).get(COMPILED_CALL)
+    in_place = call is not None and hasattr(call, "_torchdynamo_orig_callable")
+    return _outside_torch(part) if in_place else {"": part}
+
+
+def _outside_torch(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules in `module` whose forward is not torch's."""
+    if not type(module).forward.__module__.startswith("torch.nn."):
+        return {"": module}
+    return {
+        _joined(name, inner): found
+        for name, child in module.named_children()
+        for inner, found in _outside_torch(child).items()
+    }
+
+
+def _joined(outer: str, inner: str) -> str:
+    return ".".join(filter(None, (outer, inner)))
 
 
 def mark_rows(arguments: Iterable[Any]) -> None:

@@ -179,6 +179,18 @@ def _parts_of(module: nn.Module, what: Literal["blocks", "whole"]) -> tuple[list
     return list(blocks.modules.values()), str(blocks)
 
 
+def _from_outside(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `call`.
+
+    Torch's compiler begins no graph inside torch's own modules, such as `nn.TransformerEncoderLayer`. It inlines them.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return called
+
+
 class _CompiledCall:
     """The compiled call of one module, in the place where `nn.Module.compile` puts its own.
 
@@ -188,7 +200,7 @@ class _CompiledCall:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._plain: Callable[..., Any] = module._call_impl
-        self._compiled: Callable[..., Any] = torch.compile(self._plain)
+        self._compiled: Callable[..., Any] = torch.compile(_from_outside(self._plain))
         vars(module)[COMPILED_CALL] = self
         _IN_TRAINING.add(module)
 

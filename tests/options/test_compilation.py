@@ -80,6 +80,16 @@ def test_one_graph_serves_all_blocks_and_all_numbers_of_rows_but_one(counter):
     assert counter.frame_count == 2, "an evaluation runs uncompiled"
 
 
+def test_torchs_own_layers_are_compiled_too(counter):
+    module, compilation = Deep(), Compilation("blocks")
+    module.layers = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 12) for _ in range(3))
+    compilation.begin(module)
+    hidden = torch.randn(4, 5, 6, requires_grad=True)
+    for layer in module.layers:
+        hidden = layer(hidden)
+    assert counter.frame_count == 1 and counter.op_count > 5
+
+
 def test_checkpointing_wraps_the_compiled_block(counter):
     plain, module, compilation = Deep(), Deep(), Compilation("blocks")
     compilation.begin(module)

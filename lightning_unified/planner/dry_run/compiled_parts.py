@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.errors import DryRunError
-from lightning_unified.nn.compiled import COMPILED_CALL, compiled_parts
+from lightning_unified.nn.compiled import COMPILED_CALL, parts_with_graphs
 from lightning_unified.options import compiled_only_in_training
 from lightning_unified.planner.fake.compiled.call import CompiledCall
 from lightning_unified.planner.fake.recorder import Recorder
@@ -40,7 +40,7 @@ def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> Non
         for name, value in held:
             if hasattr(value, _FUNCTION) and not hasattr(type(owner), name):
                 vars(owner)[name] = CompiledCall(getattr(value, _FUNCTION), recorder=recorder, graphs=graphs)
-    for name, part in compiled_parts(live).items():
+    for name, part in parts_with_graphs(live).items():
         fake: Any = copy.get_submodule(name)
         if isinstance(fake, dynamo.OptimizedModule):
             inner, slot = fake._orig_mod, "forward"

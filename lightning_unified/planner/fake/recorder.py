@@ -31,7 +31,7 @@ __all__ = ["Recorder"]
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_COMPILED_CALL = 20
+_COMPILED_CALL = 28
 """Launches that a call of a compiled graph costs the host besides its kernels.
 
 They are guards, and torch's code around the graph.

@@ -1,5 +1,8 @@
 """Compiled modules in a dry run: tensors saved by their graphs; functions without a module."""
 
+from functools import partial
+from unittest import mock
+
 import lightning as L
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.nn import functional
 from lightning_unified import predict
 from lightning_unified.cost_model.trace.trace import Take
 from lightning_unified.errors import DryRunError
+from lightning_unified.options import Compilation
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 
 WIDTH, CLASSES, LENGTH, ROWS = 32, 2048, 16, 8
@@ -104,6 +108,36 @@ def test_a_compiled_module_makes_no_tensor_that_its_kernels_fuse():
 
     before, now = (predict(one, batch(), device="cuda").peak_bytes for one in (eager, compiled))
     assert before - now > 1.5 * logits  # logits, log-probabilities and their gradient become one tensor
+
+
+class Encoder(Net):
+    """Its blocks are torch's own layers, or sequences of the user's."""
+
+    def __init__(self, kind):
+        super().__init__()
+        layer = partial(nn.TransformerEncoderLayer, WIDTH, 2, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        block = layer if kind == "torch's layers" else lambda: nn.Sequential(Block(), nn.GELU(), Block())
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+
+@pytest.mark.parametrize("kind", ["torch's layers", "sequences"])
+@pytest.mark.parametrize("by", ["compile in place", "torch.compile", "strategy"])
+def test_torchs_own_modules_are_planned_as_the_compiler_runs_them(kind, by):
+    module = Module()
+    module.net = Encoder(kind)
+    blocks, backend = module.net.blocks, "aot_eager_decomp_partition"
+    compilation = Compilation("blocks")
+    if by == "strategy":
+        with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+            compilation.begin(module)
+    for index, block in enumerate(blocks):
+        if by == "compile in place":
+            block.compile(backend=backend)
+        elif by == "torch.compile":
+            blocks[index] = torch.compile(block, backend=backend)
+
+    assert kept_bytes(module) == pytest.approx(really_kept_bytes(module), abs=64)
+    compilation.end()
 
 
 def test_a_compiled_function_is_planned_where_a_module_holds_it():
