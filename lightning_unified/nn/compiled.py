@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["COMPILED_CALL", "compiled_parts", "is_compiled", "mark_rows", "parts_with_graphs"]
+__all__ = ["COMPILED_CALL", "ORIGINAL", "compiled_parts", "is_compiled", "mark_rows", "parts_with_graphs"]
 
+ORIGINAL = "_torchdynamo_orig_callable"  # torch sets it on the functions that `torch.compile` returns
 COMPILED_CALL = "_compiled_call_impl"  # set by `nn.Module.compile`; torch leaves it out of copies and saved files
 
 
@@ -49,7 +50,7 @@ def parts_with_graphs(module: nn.Module) -> dict[str, nn.Module]:
 def _with_graphs(part: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules with graphs in a part that is compiled."""
     call = vars(part).get(COMPILED_CALL)
-    in_place = call is not None and hasattr(call, "_torchdynamo_orig_callable")
+    in_place = call is not None and hasattr(call, ORIGINAL)
     return _outside_torch(part) if in_place else {"": part}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.errors import DryRunError
-from lightning_unified.nn.compiled import COMPILED_CALL, parts_with_graphs
+from lightning_unified.nn.compiled import COMPILED_CALL, ORIGINAL, parts_with_graphs
 from lightning_unified.options import compiled_only_in_training
 from lightning_unified.planner.fake.compiled.call import CompiledCall
 from lightning_unified.planner.fake.recorder import Recorder
@@ -18,7 +18,6 @@ from lightning_unified.planner.fake.recorder import Recorder
 __all__ = ["noticed", "run_as_compiled", "uncompiled"]
 
 _DYNAMO = "torch._dynamo.eval_frame"
-_FUNCTION = "_torchdynamo_orig_callable"  # torch sets it on the functions that `torch.compile` returns
 
 
 def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> None:
@@ -38,8 +37,8 @@ def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> Non
     for owner in copy.modules():
         held = () if isinstance(owner, dynamo.OptimizedModule) else list(vars(owner).items())
         for name, value in held:
-            if hasattr(value, _FUNCTION) and not hasattr(type(owner), name):
-                vars(owner)[name] = CompiledCall(getattr(value, _FUNCTION), recorder=recorder, graphs=graphs)
+            if hasattr(value, ORIGINAL) and not hasattr(type(owner), name):
+                vars(owner)[name] = CompiledCall(getattr(value, ORIGINAL), recorder=recorder, graphs=graphs)
     for name, part in parts_with_graphs(live).items():
         fake: Any = copy.get_submodule(name)
         if isinstance(fake, dynamo.OptimizedModule):

@@ -70,14 +70,21 @@ def test_the_picture_is_drawn_from_the_record(recorded, tmp_path):
     assert all(path.stat().st_size > 10_000 for path in drawn)
 
 
-def test_the_five_figures_are_those_of_their_records():
-    section = README[README.index("## Five figures") : README.index("## What is not verified")]
+def test_the_six_figures_are_those_of_their_records():
+    section = README[README.index("## Six figures") : README.index("## What is not verified")]
     campaign = record("recovery/fault_campaign.json")["runs"]
     accuracy = record("planner/records/accuracy_cuda.json")["summary"]["figures"]["all"]["planner"]
     adherence = record("planner/records/adherence_cuda.json")["summary"]
     overhead = record("overhead/overhead_cuda.json")["step of 20 ms and more, unified"]
 
-    assert section.count("\n| ") == 6  # the head and five rows
+    blocks = {run["cell"]: run for run in record("options/blocks/compiled_blocks.json")["runs"]}
+    speed = {name: f"{blocks[f'gpt/{name}']['ktok_s']:.0f}" for name in ("bare", "blocks half", "blocks quarter")}
+    peak = {name: f"{blocks[f'gpt/{name}']['peak_bytes'] / 2**30:.1f} GiB" for name in speed}
+    half, quarter = (f"{speed[name]} in {{}} ({peak[name]})" for name in ("blocks half", "blocks quarter"))
+
+    assert section.count("\n| ") == 7  # the head and six rows
+    assert half.format("half the memory of a bare compiled loop") in section
+    assert f"{quarter.format('a quarter')}; the loop {speed['bare']} ({peak['bare']})" in section
     assert (
         f"percentile of the error {accuracy['p95_absolute']:.2%}, worst {abs(accuracy['worst']):.2%}".replace("%", " %")
         in section

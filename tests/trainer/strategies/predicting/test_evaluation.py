@@ -31,7 +31,7 @@ def prepared(tmp_path_factory):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path_factory.mktemp("cache")))
-        strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
+        strategy = UnifiedStrategy(simulate="h200", budget="24MiB")
         fit(strategy, kind=Prepares, validation_rows=8)
         return strategy
 
