@@ -27,6 +27,7 @@ _ELEMENTWISE: set[Any] = {
     _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as,
 }  # fmt: skip
 _PLAIN = (Tensor, FakeTensor)
+_ADDRESSES: set[Any] = {_T.data_ptr, _T.untyped_storage, _T.numpy, _T.__dlpack__, _T.__array__}  # need values that stay
 _WRITES = {"__setitem__", "requires_grad_", "register_hook", "retain_grad", "backward", "__set__", "set_"}
 
 
@@ -41,7 +42,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     for view in views:
         if view.source.real is None and view.source.settled is None:
             view.source.call.say(_name(func))
-    with_graph = torch.is_grad_enabled() or _writes(func, kwargs)
+    with_graph = torch.is_grad_enabled() or _writes(func, kwargs) or func in _ADDRESSES
 
     def read(value: Any) -> Any:
         if not isinstance(value, LazyLogits):
@@ -66,7 +67,8 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], logit
     if func in {torch.argmax, _T.argmax}:
         return _argmax(view, *args[1:], **kwargs)
     if func in {_T.contiguous}:
-        return logits
+        is_copied = view.classes == len(view.shape) - 1 and not view.hidden.is_contiguous()
+        return _part(logits, _T.contiguous, view.hidden.contiguous()) if is_copied else logits
     if func in {_T.detach, torch.detach}:
         return lazy(replace(view, path=(*view.path, _T.detach), is_tracked=False), logits.dtype)
     if func in {torch.transpose, _T.transpose, _T.swapaxes, _T.mT.__get__}:  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,11 +126,16 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], lo
 
 
 def _part(logits: LazyLogits, step: Callable[[Tensor], Tensor], hidden: Tensor) -> LazyLogits:
-    """Return a view of the logits whose positions are those of `hidden`."""
+    """Return the part of the logits whose positions are those of `hidden`.
+
+    Where hidden states are copied, logits would be: the part has a source of its own, so that writes into it stay.
+    """
     view = logits.view_of_logits
     shape, tracked = (*hidden.shape[:-1], view.shape[-1]), view.is_tracked and torch.is_grad_enabled()
-    made = View(view.source, hidden, shape, len(shape) - 1, (*view.path, step), tracked)
-    return lazy(made, logits.dtype)
+    source, path = view.source, (*view.path, step)
+    if hidden.untyped_storage()._cdata != view.hidden.untyped_storage()._cdata:
+        source, path = Source(source.call, hidden, source.steps, shape), ()
+    return lazy(View(source, hidden, shape, len(shape) - 1, path, tracked), logits.dtype)
 
 
 def _shown(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], view: View) -> Tensor | None:
