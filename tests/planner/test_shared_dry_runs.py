@@ -7,6 +7,7 @@ from lightning_unified.cost_model.memory import limit as limits
 from lightning_unified.cost_model.memory import reserve
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import allocator_peak
+from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.dry_run.fake_fit import FakeFit
 from lightning_unified.planner.repeats import Twins
@@ -61,6 +62,32 @@ def test_loss_chunks_and_attentions_are_traced_on_one_fake_copy(kind, options, c
     assert [trace.options["precision"] for trace in found] == ["bf16-mixed"] * len(options)
     alone = [trace_step(module, batch, rows=4, num_micro_batches=1, **MPS, **each) for each in options]
     assert [summed_up(trace)[1:4] for trace in found] == [summed_up(trace)[1:4] for trace in alone]
+
+
+class OffersChunk(Stack):
+    """Its memory option is a plain attribute, as step counters are."""
+
+    loss_chunk_rows = None
+
+    def training_step(self, batch, batch_idx):
+        x = self.tokens(batch["tokens"])
+        for block in self.blocks:
+            x = block(x)
+        return linear_cross_entropy(
+            self.norm(x), weight=self.head.weight, labels=batch["labels"], chunk_rows=self.loss_chunk_rows
+        )
+
+
+@pytest.mark.parametrize("chunks", [(2, None, None), (2, 1, 1, None, None), (None, 2, 2, None)])
+def test_each_loss_chunk_is_traced_as_alone_whatever_came_before(chunks, counted):
+    module, batch = OffersChunk(), OffersChunk.batch(4)
+    traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))
+    for count, chunk in zip((1, 1, 2, 2, 1), chunks, strict=False):
+        of = Combination(precision="bf16-mixed", loss_chunk=chunk)
+        found = traces.of(of).exactly(4 // count, num_micro_batches=count)
+        alone = trace_step(module, batch, rows=4 // count, num_micro_batches=count, loss_chunk=chunk, **MPS)
+        assert summed_up(found)[1:4] == summed_up(alone)[1:4]
+    assert module.loss_chunk_rows is None
 
 
 def test_the_first_step_of_a_later_fake_copy_skips_known_blocks(counted):

@@ -128,9 +128,9 @@ class RecordingCallback(Callback):
         self._metrics = []  # a step may replace them, and their storages end then
         self._answers.silent = False
         self._answers.reads.clear()
+        assert self.counters is not None
+        self.counters.keep()  # each time: memory options are plain attributes too, and differ between steps
         if not self._goes_on:
-            assert self.counters is not None
-            self.counters.keep()
             self._lives = self._recorder.lives
         if self.replay is not None:
             self.replay.begin()
