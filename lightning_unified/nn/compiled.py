@@ -1,6 +1,7 @@
 """Compiled modules: recognise them, and let one graph serve any number of rows."""
 
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,17 +9,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["COMPILED_CALL", "ORIGINAL", "compiled_parts", "is_compiled", "mark_rows", "parts_with_graphs"]
+__all__ = [
+    "COMPILED_CALL",
+    "COMPILED_FORWARDS",
+    "ORIGINAL",
+    "compiled_parts",
+    "is_compiled",
+    "mark_rows",
+    "parts_with_graphs",
+]
 
 ORIGINAL = "_torchdynamo_orig_callable"  # torch sets it on the functions that `torch.compile` returns
 COMPILED_CALL = "_compiled_call_impl"  # set by `nn.Module.compile`; torch leaves it out of copies and saved files
+
+COMPILED_FORWARDS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Modules of which this package compiled the forward alone.
+
+Their hooks run outside of the graph.
+"""
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the user or this package compiled the module's call."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or vars(module).get(COMPILED_CALL) is not None
+    return is_wrapper or vars(module).get(COMPILED_CALL) is not None or module in COMPILED_FORWARDS
 
 
 def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:

@@ -8,10 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.compiled import COMPILED_CALL, compiled_parts, mark_rows
+from lightning_unified.nn.compiled import COMPILED_CALL, COMPILED_FORWARDS, compiled_parts, mark_rows
+from lightning_unified.nn.stand_in import FORWARD, StandIn
 
 __all__ = ["AskedCompile", "Compilation", "CompileCost", "compile_pays", "compiled_only_in_training"]
 
@@ -80,7 +83,7 @@ class Compilation:
 
     def __init__(self, asked: AskedCompile) -> None:
         self._asked: AskedCompile = asked
-        self._parts: list[_CompiledCall] = []
+        self._parts: list[_CompiledCall | _CompiledForward] = []
         self._module: nn.Module | None = None
         self.reason = "as the module is"
 
@@ -141,7 +144,7 @@ class Compilation:
 
     def _compile(self, module: nn.Module, what: Literal["blocks", "whole"], why: str) -> None:
         parts, kind = _parts_of(module, what)
-        self._parts = [_CompiledCall(part) for part in parts]
+        self._parts = [(_CompiledForward if isinstance(part, FSDPModule) else _CompiledCall)(part) for part in parts]
         self.reason = f"{why}: {kind}"
         log.info("Compiled for training, %s.", self.reason)
 
@@ -166,6 +169,10 @@ def _parts_of(module: nn.Module, what: Literal["blocks", "whole"]) -> tuple[list
             "torch.compile out of the module."
         )
     if what == "whole":
+        if any(isinstance(child, FSDPModule) for child in module.modules()):
+            raise ConfigurationError(
+                'compile="whole": a graph cannot gather the parameters that FSDP2 shards; give "blocks", or set compile=False.'
+            )
         children = {
             name: child for name, child in module.named_children() if next(child.parameters(), None) is not None
         }
@@ -194,15 +201,56 @@ def _from_outside(call: Callable[..., Any]) -> Callable[..., Any]:
 class _CompiledCall:
     """The compiled call of one module, in the place where `nn.Module.compile` puts its own.
 
-    The first dimension of tensors counts as rows: a graph made at one size runs at any other, except a single row.
+    Hooks of the module belong to the graph.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._plain: Callable[..., Any] = module._call_impl
-        self._compiled: Callable[..., Any] = torch.compile(_from_outside(self._plain))
+        self._graph = _Graph(module._call_impl)
         vars(module)[COMPILED_CALL] = self
         _IN_TRAINING.add(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._graph(*args, **kwargs)
+
+    def remove(self) -> None:
+        if vars(self._module).get(COMPILED_CALL) is self:
+            del vars(self._module)[COMPILED_CALL]
+        _IN_TRAINING.discard(self._module)
+
+
+class _CompiledForward(StandIn):
+    """The compiled forward of one module that FSDP2 shards.
+
+    Its hooks gather the parameters before the graph runs, and free them after it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, FORWARD)
+        self._graph = _Graph(self.function)
+        self.install()
+        _IN_TRAINING.add(module)
+        COMPILED_FORWARDS.add(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._graph(*args, **kwargs)
+
+    @override
+    def remove(self) -> None:
+        super().remove()
+        _IN_TRAINING.discard(self.module)
+        COMPILED_FORWARDS.discard(self.module)
+
+
+class _Graph:
+    """A function that runs compiled where gradients are computed.
+
+    The first dimension of tensors counts as rows: a graph made at one size runs at any other, except a single row.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._plain = function
+        self._compiled: Callable[..., Any] = torch.compile(_from_outside(function))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -210,8 +258,3 @@ class _CompiledCall:
         if not torch.compiler.is_compiling():
             mark_rows((*args, *kwargs.values()))
         return self._compiled(*args, **kwargs)
-
-    def remove(self) -> None:
-        if vars(self._module).get(COMPILED_CALL) is self:
-            del vars(self._module)[COMPILED_CALL]
-        _IN_TRAINING.discard(self._module)

@@ -97,6 +97,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         loss_chunk: int | Literal["auto", False] = "auto",
         attention: Literal["auto", "chunked", "torch"] = "auto",
+        compile: Literal["auto", "blocks", "whole", False] = False,  # noqa: A002
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = True,

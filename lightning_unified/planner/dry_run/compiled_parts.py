@@ -20,7 +20,7 @@ __all__ = ["noticed", "run_as_compiled", "uncompiled"]
 _DYNAMO = "torch._dynamo.eval_frame"
 
 
-def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> None:
+def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder, *, sharded: bool = False) -> None:
     """Let the compiled parts of a fake copy run as graphs.
 
     These are the modules that are compiled in `live`, and the compiled functions that its modules hold as attributes.
@@ -29,6 +29,7 @@ def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> Non
         copy: The fake copy; a copy of a compiled module is not compiled.
         live: The module it is a copy of.
         recorder: Notes the operations.
+        sharded: Whether FSDP2 will shard the copy. Its hooks break the graph of a module's call, so that the forward is a graph of its own.
     """
     dynamo = sys.modules.get(_DYNAMO)
     if dynamo is None:
@@ -42,11 +43,13 @@ def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder) -> Non
     for name, part in parts_with_graphs(live).items():
         fake: Any = copy.get_submodule(name)
         if isinstance(fake, dynamo.OptimizedModule):
-            inner, slot = fake._orig_mod, "forward"
+            inner, slot, call = fake._orig_mod, "forward", fake._orig_mod._call_impl
+        elif sharded:
+            inner, slot, call = fake, "forward", fake.forward
         else:
-            inner, slot = fake, COMPILED_CALL
+            inner, slot, call = fake, COMPILED_CALL, fake._call_impl
         vars(fake)[slot] = CompiledCall(
-            inner._call_impl,
+            call,
             module=inner,
             recorder=recorder,
             graphs=graphs,

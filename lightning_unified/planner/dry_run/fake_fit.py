@@ -101,7 +101,7 @@ class FakeFit:
             backend=spec.backend, place=self._places.here, widths=vocabularies(self._copy), known=world.known
         )
         if spec.compiled:
-            run_as_compiled(self._copy, spec.module, self._recorder)
+            run_as_compiled(self._copy, spec.module, self._recorder, sharded=spec.sharding is not None)
         self._shards = None if spec.sharding is None else shard_copy(self._copy, spec.sharding, self._recorder)
         self._recomputed: CheckpointedBlocks | None = None
         self.recompute(recompute)

@@ -10,8 +10,10 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 import lightning_unified
+from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.trace import Collective, Take
 from lightning_unified.errors import ConfigurationError, DryRunError
+from lightning_unified.options import Compilation
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.fake.mode import fake_world
 from lightning_unified.planner.fake.recorder import Recorder
@@ -38,6 +40,19 @@ def test_the_predicted_peak_of_a_rank_is_the_counted_one(tmp_path):
     guess = lightning_unified.predict(
         Net(), torch.zeros(ROWS, WIDTH), device="cpu", devices=2, strategy="fsdp"
     ).peak_bytes
+
+    assert guess == pytest.approx(max(counted), rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_predicted_peak_of_a_rank_with_compiled_blocks_is_the_counted_one(tmp_path):
+    rows = 512  # activations are most of the peak: eager blocks take 15 % more
+    counted = on_ranks(counted_peak, 2, tmp_path / "memory", rows, True, size=2, limit_s=150)
+    module = Net()
+    Compilation("blocks").begin(module)
+    with fake_group(2):
+        step = StepSpec(module=module, batch=torch.zeros(rows, WIDTH), sharding=Sharding(devices=2, hold=None))
+        guess = peak(DryRun(step).run(rows, 1)).bytes
 
     assert guess == pytest.approx(max(counted), rel=0.02)
 

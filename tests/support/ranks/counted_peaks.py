@@ -15,11 +15,15 @@ def join(size):
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=size)
 
 
-def counted_peak(size, path):
-    """Train as FSDP2 and Lightning do, on this rank, and return the most bytes of the last step."""
+def counted_peak(size, path, rows=ROWS, compiles=False):
+    """Train as FSDP2 and Lightning do, on this rank, and return the most bytes of the last step.
+
+    With `compiles`, the blocks run as compiled code.
+    """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     from benchmarks.planner.harness.shared_memory import through_file
+    from lightning_unified.options import Compilation
     from lightning_unified.step.sharding.wrapping import shard
 
     join(size)
@@ -28,9 +32,10 @@ def counted_peak(size, path):
             module = Net()
             shard(module, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
             register_fsdp_forward_method(module, "training_step")
+            Compilation("blocks" if compiles else False).begin(module)
             optimizer = module.configure_optimizers()
             for _ in range(STEPS):
-                batch = torch.zeros(ROWS, WIDTH)
+                batch = torch.zeros(rows, WIDTH)
                 with torch.profiler.record_function("a step begins"):
                     pass
                 loss = module.training_step(batch, 0)

@@ -168,7 +168,7 @@ def test_a_module_that_shards_itself_is_left_as_it_is():
 
 def test_it_takes_the_arguments_of_unified_ddp_with_one_other_default():
     own, other = (inspect.signature(kind).parameters for kind in (UnifiedFSDPStrategy, UnifiedDDPStrategy))
-    of_ddp = {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "compile"}
+    of_ddp = {"find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
 
     assert set(other) - of_ddp == set(own) - {"hold", "save_distributed_checkpoint"}
     differ = {name for name in set(own) & set(other) if own[name].default != other[name].default}
