@@ -41,6 +41,7 @@ class Option:
         split: Rows of each micro-batch, if only this split is searched. Options with a split come in the order of their lower
             bounds, and the search traces them only while they can win. None searches all splits, and lists the best one among
             the alternatives.
+        always: Whether the search looks at it however much it has traced so far.
     """
 
     traces: Sizes
@@ -53,6 +54,7 @@ class Option:
     changes: int = 0
     least_seconds: Callable[[int], float] | None = None
     split: tuple[int, ...] | None = None
+    always: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

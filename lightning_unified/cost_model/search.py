@@ -8,6 +8,8 @@ depend on its rows. Three bounds keep it from tracing options that cannot win:
 - A lower bound of the step time (`Option.least_seconds`) excludes an option that is slower than a plan that fits.
 - An option that recomputes less and fits in as many micro-batches excludes one that recomputes more.
 
+A caller may limit the work of a long search (`may_trace`). An option that could be much faster than the best plan so far is worth more of it.
+
 The set of splits and their figures do not depend on the budget. A larger budget only admits more of them, and so never gives
 a slower plan.
 """
@@ -40,6 +42,7 @@ def search(
     micro_batch_size: int | None = None,
     alignment: Alignment | None = None,
     own: Option | None = None,
+    may_trace: Callable[[float], bool] = lambda _: True,
 ) -> Choice:
     """Return the plan of least predicted step time within the budget.
 
@@ -57,6 +60,8 @@ def search(
         micro_batch_size: Largest micro-batch that the user allows, in rows; None allows any.
         alignment: Gain of aligned sizes on the machine; None considers no alignment.
         own: The user's own option, if it is not the first.
+        may_trace: Returns whether the search may still look at an option that is not one to look at always. It is given how many times as
+            fast as the best plan so far the option could be, by its lower bound; 1 if that is unknown.
 
     Raises:
         ValueError: If there is no option, or a number of rows is not positive.
@@ -74,6 +79,8 @@ def search(
             asked[id(option.traces)] = option
             if measure.is_late(option, fitting):
                 break
+        if not option.always and not may_trace(measure.could_gain(option, fitting, splits)):
+            continue
         left = _splits_left(option, splits, fitting, multiple=multiple)
         if not left or (fitting and measure.is_beaten(option, left, by=min(plan.seconds for _, plan in fitting))):
             continue
@@ -142,6 +149,16 @@ class _Measure:
         if option.split is None or option.least_seconds is None or not fitting:
             return False
         return option.least_seconds(len(option.split)) > min(plan.seconds for _, plan in fitting) * _EQUAL
+
+    def could_gain(
+        self, option: Option, fitting: list[tuple[Option, Candidate]], splits: list[tuple[int, ...]]
+    ) -> float:
+        """Return how many times as fast as the best plan that fits an option could be, by its lower bound.
+
+        The result is 1 if no plan fits yet, or if no bound is known.
+        """
+        least = 0.0 if option.least_seconds is None else option.least_seconds(len(option.split or splits[0]))
+        return max(min(plan.seconds for _, plan in fitting) / least, 1.0) if fitting and least > 0 else 1.0
 
     def smallest(self, option: Option, splits: list[tuple[int, ...]], *, multiple: int) -> Candidate:
         """Return the plan with the smallest micro-batches."""

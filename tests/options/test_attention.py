@@ -16,7 +16,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.attention import ChunkedAttention, function, queries_of_chunk
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options.attention import attention_choices
-from lightning_unified.planner.search.combinations import always_compared, combinations_to_compare
+from lightning_unified.planner.search.combinations import combinations_to_compare
 from tests.support.lanes import some
 
 WIDTH, LENGTH = 32, 96
@@ -244,9 +244,16 @@ def test_plans_compare_attention_only_where_it_is_open():
 def test_the_users_attention_is_compared_first_and_chunks_alone_always():
     policies = [RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")]
     found = combinations_to_compare("32-true", policies=policies, chunks=(None, 128), attentions=(None, "chunked"))
-    head = [(one.recomputes, one.loss_chunk, one.attention) for one in found[: always_compared(found)]]
+    head = [(one.recomputes, one.loss_chunk, one.attention) for one in found if one.always]
 
-    assert head == [(False, None, None), (True, 128, "chunked"), (False, 128, None), (False, None, "chunked")]
+    assert head == [
+        (False, None, None),
+        (True, 128, "chunked"),
+        (False, 128, None),
+        (True, None, "chunked"),
+        (False, None, "chunked"),
+    ]
+    assert len(set(found)) == len(found) == 8
 
 
 def test_compiled_modules_keep_torchs_attention():

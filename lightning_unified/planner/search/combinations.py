@@ -1,12 +1,11 @@
 """Combinations of memory options for one step, and the combinations that a search compares."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 
-__all__ = ["Combination", "always_compared", "combinations_to_compare"]
+__all__ = ["Combination", "combinations_to_compare"]
 
 _REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
 _SHARES = (0.5, 0.25, 0.75)  # of the blocks; shares between two of these gain only a few percent of the step time
@@ -22,6 +21,7 @@ class Combination:
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the optimizer as the user built it.
         loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
         attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
+        always: Whether a search looks at it however long the search takes; no memory option.
     """
 
     precision: str
@@ -29,6 +29,7 @@ class Combination:
     optimizer_kernel: str | None = None
     loss_chunk: int | None = None
     attention: str | None = None
+    always: bool = field(default=False, compare=False)
 
     @property
     def recomputes(self) -> bool:
@@ -61,10 +62,10 @@ def combinations_to_compare(
 ) -> list[Combination]:
     """Return the combinations to compare, in the order in which a search looks at them.
 
-    The user's own combination comes first, then the one that needs the least memory, then a middle loss chunk with and without
-    recomputation, then attention in chunks alone, then the others by expected gain. The smallest chunk is slow on a GPU, and its dry runs
-    have many operations. The list is not the full product: kernels and other chunks are combined with no recomputation and with full
-    recomputation only.
+    A search looks at the first ones however long it takes: the user's own, the one that needs the least memory, a middle loss chunk with and
+    without recomputation, recomputation with the user's own loss, and attention in chunks alone. The others follow by expected gain. The
+    smallest chunk is slow on a GPU, and its dry runs have many operations. The list is not the full product: kernels and other chunks are
+    combined with no recomputation and with full recomputation only.
 
     Args:
         precision: Lightning's name.
@@ -73,53 +74,29 @@ def combinations_to_compare(
         chunks: Allowed loss chunks, in rows of logits, the user's own first; None leaves the module as it is.
         attentions: Allowed kinds of attention, the user's own first; None leaves it to torch.
     """
-    own = _with_one_attention(precision, policies=policies, kernels=kernels, chunks=chunks)
-    head = always_compared(own)
-    lists = [[replace(each, attention=attention) for each in own] for attention in attentions]
-    most_memory, least_memory = lists[0], lists[-1]
-    found = [most_memory[0], *least_memory[1:2], *most_memory[2:head], *(each[0] for each in lists[1:])]
-    return list(dict.fromkeys([*found, *chain.from_iterable(zip(*lists, strict=True))]))
-
-
-def _with_one_attention(
-    precision: str, *, policies: Sequence[RecomputePolicy], kernels: Sequence[str], chunks: Sequence[int | None]
-) -> list[Combination]:
-    """Return the combinations of the other options, in the same order."""
     first, *others = chunks
     smallest = min((chunk for chunk in others if chunk is not None), default=first)
     middle = sorted(others)[len(others) // 2] if others else first  # pyright: ignore[reportArgumentType]
-    ends = list(dict.fromkeys((policies[0], policies[-1])))
-    found = [
-        Combination(precision=precision, recompute=policy, loss_chunk=chunk)
-        for policy, chunk in (
-            (policies[0], first),
-            (policies[-1], smallest),
-            *((policy, middle) for policy in ends if others),
-            *((policy, chunk) for chunk in dict.fromkeys((first, middle)) for policy in (*ends, *_between(policies))),
-        )
+    none, most, last = policies[0], policies[-1], attentions[-1]
+    always = [
+        (none, first, attentions[0]),
+        (most, smallest, last),
+        *([(none, middle, attentions[0]), (most, middle, last), (most, first, last)] if others else []),
+        *((none, first, attention) for attention in attentions[1:]),
     ]
-    for chunk in others:
-        found += [Combination(precision=precision, recompute=policy, loss_chunk=chunk) for policy in ends]
-    for kernel in kernels:
-        for chunk in dict.fromkeys((first, smallest)):
-            found += [
-                Combination(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
-                for policy in ends
-            ]
+    found = [
+        Combination(precision=precision, recompute=policy, loss_chunk=chunk, attention=attention, always=True)
+        for policy, chunk, attention in always
+    ]
+    ends = list(dict.fromkeys((none, most)))
+    for policy, chunk, kernel in (
+        *((policy, chunk, None) for chunk in (first, middle) for policy in (*ends, *_between(policies))),
+        *((policy, chunk, None) for chunk in others for policy in ends),
+        *((policy, chunk, kernel) for kernel in kernels for chunk in (first, smallest) for policy in ends),
+    ):
+        one = Combination(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
+        found += [replace(one, attention=attention) for attention in attentions]
     return list(dict.fromkeys(found))
-
-
-def always_compared(combinations: Sequence[Combination]) -> int:
-    """Return how many of the first combinations a search looks at, however long it takes.
-
-    These are the user's own, the one that needs the least memory, a middle loss chunk with and without recomputation, and attention in
-    chunks alone.
-    """
-    own, *others = combinations
-    with_chunk = 0
-    if len(others) > 1 and others[1].loss_chunk != own.loss_chunk and others[1].recompute == own.recompute:
-        with_chunk = 1 + (len(others) > 2 and others[2].loss_chunk == others[1].loss_chunk)
-    return 2 + with_chunk + any(one.attention != own.attention for one in others)
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:

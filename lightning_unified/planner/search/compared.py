@@ -8,13 +8,13 @@ from typing import Any
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.search import Candidate, Option
 from lightning_unified.planner.search.bounds import Bounds
-from lightning_unified.planner.search.combinations import Combination, always_compared
+from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.step_traces import StepTraces
 
 __all__ = ["ComparedOptions", "is_under"]
 
-# Operations in the dry runs of one choice; after that, only the first combinations are still looked at. About four seconds on a laptop's
-# core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
+# Operations in the dry runs of one choice; after that, only combinations to look at always, and those that could be much faster, are looked
+# at. About four seconds on a laptop's core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
 _MOST_OPERATIONS = 16_000
 
 
@@ -49,10 +49,7 @@ class ComparedOptions:
 
     def in_order(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
         """Yield all combinations in their order."""
-        always = always_compared(combinations)
-        for index, combination in enumerate(combinations):
-            if index >= always and self._has_traced_enough:
-                return
+        for combination in combinations:
             bounds = self._bounds(combinations[0], combination)
             self._traces.of(combination, bounds=bounds)  # its bytes have a lower bound
             yield self.option(combination, least=bounds.seconds(combination, rates=rates))
@@ -68,11 +65,8 @@ class ComparedOptions:
             options.append(self.option(one, least=seconds))
         waiting = [(seconds(len(splits[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
-        always = always_compared(combinations)
         while waiting:
             _, index, at = heapq.heappop(waiting)
-            if index >= always and self._has_traced_enough:
-                continue
             yield replace(options[index], split=splits[at])
             if at + 1 < len(splits):
                 heapq.heappush(waiting, (least[index](len(splits[at + 1])), index, at + 1))
@@ -83,9 +77,9 @@ class ComparedOptions:
             self._known[own] = self._traces.bounds(own)
         return self._known[own]
 
-    @property
-    def _has_traced_enough(self) -> bool:
-        return self._traces.operations - self._before > _MOST_OPERATIONS
+    def may_trace(self, gain: float) -> bool:
+        """Return whether a search may still look at an option that could be `gain` times as fast as the best plan so far."""
+        return self._traces.operations - self._before <= _MOST_OPERATIONS * gain
 
     def option(self, combination: Combination, *, least: Callable[[int], float] | None = None) -> Option:
         """Return what a search needs to know of a combination.
@@ -104,6 +98,7 @@ class ComparedOptions:
             attention=combination.attention,
             changes=combination.changes,
             least_seconds=least,
+            always=combination.always,
         )
         self._combinations[_key(option)] = combination
         return option

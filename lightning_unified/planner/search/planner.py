@@ -154,6 +154,7 @@ class Planner:
             rates=rates,
             alignment=None if self._calibration is None else self._calibration.alignment,
             own=self._compared.option(own),
+            may_trace=self._compared.may_trace,
         )
 
     def combination_of(self, candidate: Candidate) -> Combination:
