@@ -14,6 +14,7 @@ runs it, overlaps nothing, and its seconds add up. On a CPU all add up.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.rates.record import Rates
@@ -126,7 +127,7 @@ def least_seconds(
         optimizer: Whether the optimizer runs as in the traced step; if not, it counts as 0 seconds.
     """
     trace = at(sizes[0], min(len(sizes), 2))
-    loads, starts = _least_loads(trace, rates, again=_asked_once(again), counts=_asked_once(counts))
+    loads, starts = _least_loads(trace, rates, again=again, counts=counts)
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
     fewest, starts = _split(left, sizes), _split(starts, sizes)
 
@@ -154,11 +155,10 @@ def _least_loads(
     A micro-batch adds the latter however few rows it has.
     """
     loads, starts = _loads(trace, rates), {("host", "forward"): rates.part * trace.num_micro_batches}
-    for work, (host, device) in _repeated(trace, rates):
+    for work, host, device, kernel in _repeated(trace, rates):
         if not counts(work):
             _load(loads, work.phase, -host, -device)
             continue
-        kernel = rates.kernel if work.flops or work.moved else 0.0
         _load(starts, work.phase, host, kernel)
         if _recomputed(work, again):
             _load(loads, "backward", _AGAIN * host, _AGAIN * device)
@@ -166,13 +166,25 @@ def _least_loads(
     return loads, starts
 
 
-def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, tuple[float, float]]]:
-    """Return the operations that every micro-batch repeats, with their costs."""
+def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, float]]:
+    """Return the operations that every micro-batch repeats, with their seconds on the host, on the device, and to start kernels.
+
+    One stands for all of its kind in its module: the seconds are their sum.
+    """
     kept = trace.kept.get("repeated")
     if kept is None or kept[0] is not rates:
         costs = _Costs(rates, trace.backend)
-        works = [event for event in trace.events if isinstance(event, Work) and event.phase in _REPEATED]
-        kept = trace.kept["repeated"] = rates, [(work, costs.of(work)) for work in works]
+        found: dict[tuple[Any, ...], tuple[Work, list[float]]] = {}
+        for work in trace.events:
+            if not isinstance(work, Work) or work.phase not in _REPEATED:
+                continue
+            kind = type(work), work.place, work.op, work.phase, work.flops > 0
+            sums = found.setdefault(kind, (work, [0.0, 0.0, 0.0]))[1]
+            host, device = costs.of(work)
+            sums[0] += host
+            sums[1] += device
+            sums[2] += rates.kernel if work.flops or work.moved else 0.0
+        kept = trace.kept["repeated"] = rates, [(work, *sums) for work, sums in found.values()]
     return kept[1]
 
 
@@ -180,20 +192,6 @@ def _load(loads: _Loads, phase: str, host: float, device: float) -> None:
     """Add busy seconds to a phase."""
     loads["host", phase] = loads.get(("host", phase), 0.0) + host
     loads["device", phase] = loads.get(("device", phase), 0.0) + device
-
-
-def _asked_once(question: Callable[[Work], bool]) -> Callable[[Work], bool]:
-    """Return `question`, asked once for each operation of each module."""
-    known: dict[tuple[str, str], bool] = {}
-
-    def answer(work: Work) -> bool:
-        key = work.place, work.op
-        found = known.get(key)
-        if found is None:
-            found = known[key] = question(work)
-        return found
-
-    return answer
 
 
 def _split(loads: _Loads, sizes: Sequence[int]) -> _Loads:
