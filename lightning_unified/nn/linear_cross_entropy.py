@@ -14,6 +14,7 @@ from torch.nn import functional
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
 from lightning_unified.nn.cross_entropy.derived import transformed
 from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, kernels_for
+from lightning_unified.nn.first_derivative import only_first_derivative
 
 __all__ = [
     "IGNORED",
@@ -107,10 +108,28 @@ def linear_cross_entropy(
             _refuse_unoffered(targets, weight.shape[0])
         chunks = Chunks(hidden=flat, weight=weight, bias=bias, labels=targets, rows=rows, dtype=dtype, kernels=kernels)
         losses = summed_loss(chunks) if in_forward else losses_of_rows(chunks)
+    losses = only_first_derivative(losses, "linear_cross_entropy", "compute the logits and call cross_entropy")
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
-    return total if reduction == "sum" else total / (targets != IGNORED).sum()
+    if reduction == "sum":
+        return total
+    scored = (targets != IGNORED).sum()
+    return mean_of_scored(total, terms=scored, is_empty=scored == 0)
+
+
+def mean_of_scored(total: Tensor, *, terms: Tensor, is_empty: Tensor) -> Tensor:
+    """Return `total / terms`.
+
+    Without a scored label it is NaN and passes gradients of 0, as torch's loss does.
+
+    Args:
+        total: The sum of all losses, a scalar.
+        terms: The divisor, a scalar.
+        is_empty: Whether no label is scored, a scalar.
+    """
+    mean = total / terms.masked_fill(is_empty, 1).to(total.dtype)
+    return mean + mean.new_zeros(()).masked_fill(is_empty, torch.nan)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk_rows: int | None) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
+from lightning_unified.nn.first_derivative import refuse_second_derivative
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for
 
 __all__ = ["filter_logits", "token_log_probs", "token_log_probs_and_entropy"]
@@ -156,6 +157,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        refuse_second_derivative("token_log_probs", "compute the logits and call log_softmax")
         (hidden, weight, bias, tokens), how = ctx.saved_tensors, ctx.how
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -167,9 +167,9 @@ def _least_loads(
 
 
 def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, float]]:
-    """Return the operations that every micro-batch repeats, with their seconds on the host, on the device, and to start kernels.
+    """Return the operations that every micro-batch repeats, with their seconds.
 
-    One stands for all of its kind in its module: the seconds are their sum.
+    The seconds are those of the host, of the device, and to start kernels. One operation stands for all of its kind in its module.
     """
     kept = trace.kept.get("repeated")
     if kept is None or kept[0] is not rates:
@@ -184,7 +184,7 @@ def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, floa
             sums[0] += host
             sums[1] += device
             sums[2] += rates.kernel if work.flops or work.moved else 0.0
-        kept = trace.kept["repeated"] = rates, [(work, *sums) for work, sums in found.values()]
+        kept = trace.kept["repeated"] = rates, [(work, sums[0], sums[1], sums[2]) for work, sums in found.values()]
     return kept[1]
 
 

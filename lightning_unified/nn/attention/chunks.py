@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.nn.attention.saved import generator_state, restored, saved_once
+from lightning_unified.nn.first_derivative import refuse_second_derivative
 
 __all__ = ["CHUNK_BYTES", "Call", "attention_in_chunks", "queries_of_chunk"]
 
@@ -129,10 +130,7 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "attention in chunks has no second derivative (create_graph=True); set memory.attention=torch for this module."
-            )
+        refuse_second_derivative("attention in chunks", "set memory.attention=torch for this module")
         gradients = _Gradient(ctx.call, *ctx.saved_tensors, needs=ctx.needs_input_grad[1:])
         with _plain(grad_outputs[0]), restored(grad_outputs[0].device, ctx.noise):
             return None, *gradients.of(grad_outputs[0])

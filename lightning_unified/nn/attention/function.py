@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_unified.nn.attention.chunks import Call, attention_in_chunks, queries_of_chunk
+from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["TORCHS", "attention_or_none"]
 
@@ -30,7 +31,7 @@ def attention_or_none(
     tensors, and arguments that it refuses.
     """
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    if not torch.is_grad_enabled() or _in_a_transform() or not all(map(_is_plain, tensors)):
+    if not torch.is_grad_enabled() or in_a_transform() or not all(map(_is_plain, tensors)):
         return None
     query, key, value, *masks = tensors = _as_autocast_does(tensors)
     if not _is_valid(tensors, causal=is_causal, dropout=dropout_p):
@@ -57,11 +58,6 @@ def attention_or_none(
         ),
     )
     return attention_in_chunks(call, query, key, value, mask)
-
-
-def _in_a_transform() -> bool:
-    """Return whether a transform of `torch.func` runs."""
-    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_valid(tensors: list[Tensor], *, causal: bool, dropout: float) -> bool:

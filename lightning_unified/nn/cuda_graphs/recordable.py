@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_unified.nn.cuda_graphs.recording import Call
 from lightning_unified.nn.recomputing import is_recomputed
+from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["FirstCall", "Looking", "look", "must_run_eagerly", "reads_outside", "state_of", "why_not"]
 
@@ -78,7 +79,7 @@ def must_run_eagerly(network: nn.Module) -> bool:
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        or in_a_transform()
         or _saves_elsewhere()
         or torch.is_anomaly_enabled()  # looks at values in the backward pass
         or _has_any_global_hook()

@@ -65,7 +65,7 @@ def tied_heads(module: nn.Module) -> dict[str, TiedHead]:
     outside = list(_outside(module, models))
     by_width: dict[int | None, list[nn.Embedding]] = {}
     for _, child in outside:
-        if isinstance(child, nn.Embedding) and child.num_embeddings >= _CLASSES:
+        if isinstance(child, nn.Embedding) and child.num_embeddings >= _CLASSES and _holds_weight(child):
             by_width.setdefault(child.embedding_dim, []).append(child)
     return {
         name: TiedHead(source=child, tables=tuple(by_width[width]))
@@ -145,10 +145,20 @@ def _after_blocks(module: nn.Module, outside: list[tuple[str, nn.Module]]) -> li
 
 def _normalized(module: nn.Module) -> int | None:
     """Return the number of features that a module normalizes; None for another module."""
-    weight = getattr(module, "weight", None)
-    if "norm" not in type(module).__name__.lower() or not isinstance(weight, Tensor) or weight.dim() != 1:
+    weight = module._parameters.get(
+        "weight"
+    )  # an attribute could be a function of other parameters, with state of its own
+    if "norm" not in type(module).__name__.lower() or weight is None or weight.dim() != 1:
         return None
     return weight.shape[0]
+
+
+def _holds_weight(module: nn.Module) -> bool:
+    """Return whether the module's weight is a parameter.
+
+    `torch.nn.utils.parametrize` computes it from others.
+    """
+    return module._parameters.get("weight") is not None
 
 
 def _obstacle(name: str, head: nn.Module, compiled: dict[str, str], sharded: dict[str, str]) -> str:
@@ -157,6 +167,8 @@ def _obstacle(name: str, head: nn.Module, compiled: dict[str, str], sharded: dic
         return why
     if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."):
         return f"{type(head).__name__} is not known to treat each position by itself"
+    if any(isinstance(child, nn.Linear) and not _holds_weight(child) for child in head.modules()):
+        return "its weight is computed from other parameters"
     if any(
         is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
         for parameter in head.parameters()

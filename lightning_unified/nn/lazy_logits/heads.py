@@ -16,6 +16,7 @@ from lightning_unified.nn.lazy_logits.source import HeadCall, Source
 from lightning_unified.nn.lazy_logits.states import hidden_states
 from lightning_unified.nn.lazy_logits.tensor import LazyLogits, View, lazy
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
+from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["LazyHeads", "autocast_dtype", "lazy_output", "rows_of"]
 
@@ -129,6 +130,8 @@ class _StandIn(StandIn):
     def _trains(self, hidden: Any) -> bool:
         if not isinstance(hidden, Tensor) or hidden.dim() < 2 or not torch.is_grad_enabled() or hidden.is_inference():
             return False
+        if in_a_transform():
+            return False  # of `torch.func`, which takes no wrapper subclass
         return hidden.requires_grad or any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _reason_against(self, hidden: Tensor) -> str:
@@ -138,6 +141,8 @@ class _StandIn(StandIn):
         if any(is_traceable_wrapper_subclass(parameter) for parameter in self.module.parameters()):
             return "its weights are a tensor subclass"
         for child in self.module.modules():
+            if any(not isinstance(one, (nn.Parameter, type(None))) for one in child._parameters.values()):
+                return "torch.func.functional_call gives it other weights, for this call only"
             if child._backward_hooks or child._backward_pre_hooks:
                 return "it has backward hooks, which need its output"
             if (
@@ -159,7 +164,7 @@ class _TiedStandIn(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
-        if not self.is_on or torch.compiler.is_compiling() or type(result) not in _PLAIN_TENSORS:
+        if not self.is_on or torch.compiler.is_compiling() or type(result) not in _PLAIN_TENSORS or in_a_transform():
             return result
         if result.dim() < 2 or not torch.is_grad_enabled() or not result.requires_grad:
             return result
@@ -170,6 +175,8 @@ class _TiedStandIn(StandIn):
         is_table = any(weight is one for one in self._head.weights)
         if not self.is_on or not is_table or not isinstance(bias, (nn.Parameter, type(None))):
             return None
+        if not isinstance(weight, nn.Parameter):
+            return None  # of `torch.func.functional_call`, for this call only
         dtype = autocast_dtype(hidden.device.type)
         if not torch.is_grad_enabled() or hidden.dim() < 2 or (dtype is None and hidden.dtype != weight.dtype):
             return None

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
+from lightning_unified.nn.first_derivative import only_first_derivative
 from lightning_unified.nn.lazy_logits.replay import Loss, replayed, replayed_losses
-from lightning_unified.nn.lazy_logits.source import HERE, Source, Step
+from lightning_unified.nn.lazy_logits.source import HERE, NO_SECOND, Source, Step
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy, trains_only_hidden
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def cross_entropy(
         hidden, labels = view.hidden.reshape(-1, view.hidden.shape[-1]), target.reshape(-1)
         loss = Loss(weight, ignore_index, label_smoothing)
         value = _reduced(view.source, hidden, labels, loss, view.shape[view.classes], reduction)
+        value = only_first_derivative(value, *NO_SECOND)
+        view.source.call.losses.append(reduction)
         device = hidden.device.type
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             value = value.to(dtype)
@@ -69,7 +72,7 @@ def _reduce(losses: Tensor, labels: Tensor, loss: Loss, reduction: str) -> Tenso
     """Reduce the losses of all rows, or their sum."""
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / loss.terms(labels).to(losses.dtype)
+    return losses.sum() if reduction == "sum" else loss.mean(losses.sum(), labels)
 
 
 def _scale(steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:

@@ -27,6 +27,7 @@ _ELEMENTWISE: set[Any] = {
     _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as,
 }  # fmt: skip
 _PLAIN = (Tensor, FakeTensor)
+_INDICES = (int, slice, Tensor, type(None), type(Ellipsis))  # lists and arrays may index several dimensions
 _ADDRESSES: set[Any] = {_T.data_ptr, _T.untyped_storage, _T.numpy, _T.__dlpack__, _T.__array__}  # need values that stay
 _WRITES = {"__setitem__", "requires_grad_", "register_hook", "retain_grad", "backward", "__set__", "set_"}
 
@@ -39,6 +40,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         found = _recorded(func, args, kwargs, given[0])
         if found is not NotImplemented:
             return found
+    if _asks_for_gradient(func, args, kwargs):
+        _refuse_after_loss(func, views)
     for view in views:
         if view.source.real is None and view.source.settled is None:
             view.source.call.say(_name(func))
@@ -52,6 +55,23 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
     result = func(*tree_map(read, args), **tree_map(read, dict(kwargs)))
     return args[0] if args and writes_in_place(func) and isinstance(args[0], LazyLogits) else result
+
+
+def _asks_for_gradient(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation asks for the gradient of lazy logits."""
+    if func is torch.autograd.grad:
+        return bool(lazy_among((args[1] if len(args) > 1 else kwargs.get("inputs"),), {}))
+    return func in {_T.register_hook, _T.retain_grad}
+
+
+def _refuse_after_loss(func: Any, views: list[View]) -> None:
+    """Raise if the logits' loss was computed in chunks before: no gradient would reach them."""
+    scored = next((view.source.call for view in views if view.source.call.losses), None)
+    if scored is not None:
+        raise RuntimeError(
+            f"{_name(func)} asks for the gradient of the logits of {type(scored.head).__name__}, and their loss was computed in chunks before, "
+            "without them. Ask before the loss is computed, or set memory.loss_chunk=false."
+        )
 
 
 def _recorded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], logits: LazyLogits) -> Any:
@@ -188,7 +208,7 @@ def _positions(index: Any, dims: int) -> Any:
     None if the index selects among classes.
     """
     entries = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(entry, (list, bool, LazyLogits)) for entry in entries):
+    if any(isinstance(entry, (bool, LazyLogits)) or not isinstance(entry, _INDICES) for entry in entries):
         return None
     used = sum(_dims_of(entry) for entry in entries)
     if any(entry is Ellipsis for entry in entries):

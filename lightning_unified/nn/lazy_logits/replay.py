@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_unified.nn.cross_entropy.derived import Derived, without_saved_tensor_hooks
 from lightning_unified.nn.lazy_logits.source import HeadCall, Step, trained_by
+from lightning_unified.nn.linear_cross_entropy import mean_of_scored
 
 __all__ = ["Loss", "replayed", "replayed_losses"]
 
@@ -40,12 +41,17 @@ class Loss:
             reduction="none",
         )
 
-    def terms(self, labels: Tensor) -> Tensor:
-        """Return the divisor of the mean: the number of scored labels, or the sum of their weights."""
+    def mean(self, total: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean of losses: over the scored labels, or by their weights.
+
+        `total` is the sum of the losses.
+        """
         scored = labels != self.ignore_index
-        if self.weight is None:
-            return scored.sum()
-        return (self.weight[labels.where(scored, 0)] * scored).sum()
+        count = scored.sum()
+        terms = count if self.weight is None else (self.weight[labels.where(scored, 0)] * scored).sum()
+        if self.label_smoothing:  # torch divides by 0 where no label is scored
+            return total / terms.to(total.dtype)
+        return mean_of_scored(total, terms=terms, is_empty=count == 0)
 
 
 def replayed(steps: Sequence[Step], loss: Loss) -> Derived:

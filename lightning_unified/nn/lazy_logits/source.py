@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.nn.stand_in import warn_once
 
-__all__ = ["HERE", "HeadCall", "Source", "Step", "trained_by"]
+__all__ = ["HERE", "NO_SECOND", "HeadCall", "Source", "Step", "trained_by"]
 
 HERE = object()  # the place of the logits among the arguments of a step
+NO_SECOND = "the loss in chunks", "set memory.loss_chunk=false for this module"  # of second derivatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class HeadCall:
         autocast: The dtype of autocast; None where autocast is off.
         said: Texts that were logged already.
         alive: The sources that someone still holds.
+        losses: The reductions of the losses that were computed in chunks.
     """
 
     head: nn.Module
@@ -66,6 +68,7 @@ class HeadCall:
     autocast: torch.dtype | None
     said: set[str]
     alive: "weakref.WeakSet[Source]"
+    losses: list[str] = field(default_factory=list)
 
     @property
     def is_linear(self) -> bool:

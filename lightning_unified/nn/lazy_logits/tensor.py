@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
+from lightning_unified.nn.first_derivative import refuse_second_derivative
 from lightning_unified.nn.lazy_logits.nodes import has_own_node
-from lightning_unified.nn.lazy_logits.source import Source
+from lightning_unified.nn.lazy_logits.source import NO_SECOND, Source
 
 __all__ = ["LazyLogits", "View", "lazy", "lazy_among", "values_of"]
 
@@ -64,12 +65,12 @@ class View:
     def computed(self) -> Tensor:
         """Return the values as a view of the source's logits.
 
-        In-place operations reach all views of them.
+        It has a graph if gradients flow through it. In-place operations reach all views of them.
         """
         value = self.source.computed()
         for view in self.path:
             value = view(value)
-        return value
+        return value if self.is_tracked else value.detach()
 
     def passing(self) -> Tensor:
         """Return the values without a graph, computed for this view alone and not kept."""
@@ -158,6 +159,7 @@ class InGraph(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        refuse_second_derivative(*NO_SECOND)
         view: View = ctx.view
         source = view.source
         if not source.is_current:

@@ -1,0 +1,44 @@
+"""Refuse second derivatives of operations whose backward pass records no graph."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+__all__ = ["only_first_derivative", "refuse_second_derivative"]
+
+
+def refuse_second_derivative(what: str, instead: str) -> None:
+    """Raise in a backward pass that is recorded for a second derivative.
+
+    Without this, gradients of gradients would lack the operation's share.
+
+    Args:
+        what: The operation, as the subject of a sentence.
+        instead: What to do, as an imperative.
+
+    Raises:
+        RuntimeError: If the backward pass runs with `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{what} has no second derivative (create_graph=True); {instead}.")
+
+
+def only_first_derivative(result: Tensor, what: str, instead: str) -> Tensor:
+    """Return `result`, whose backward pass refuses as `refuse_second_derivative` does."""
+    return _OnlyFirst.apply(result, what, instead)  # pyright: ignore[reportReturnType]
+
+
+class _OnlyFirst(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        result, *ctx.words = args
+        return result.view_as(result)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        refuse_second_derivative(*ctx.words)
+        return grad_outputs[0], None, None
