@@ -78,7 +78,10 @@ class ComparedOptions:
         return self._known[own]
 
     def may_trace(self, gain: float) -> bool:
-        """Return whether a search may still look at an option that could be `gain` times as fast as the best plan so far."""
+        """Return whether a search may still look at an option.
+
+        The option could be `gain` times as fast as the best plan so far.
+        """
         return self._traces.operations - self._before <= _MOST_OPERATIONS * gain
 
     def option(self, combination: Combination, *, least: Callable[[int], float] | None = None) -> Option:

@@ -5,7 +5,8 @@ returned and logged values, and written state. One check sees only a sample of t
 
 1. before the first split batch, on as many rows as fit at once; then again on a few rows, with another split and with dropout;
 2. before split batches 2, 4, 8, 16, … on at most 8 units of rows, unless one of the last quarter of the batches was checked;
-3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`);
+3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`), or other operations near
+   the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
 5. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
@@ -21,6 +22,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
 from lightning_unified.step.exactness.facts.figures import HostFigures
+from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.losses import likeliest
@@ -173,6 +175,23 @@ class ExactnessCheck:
         self._verdict = replace(
             self._verdict, unmergeable=self._unmergeable, left=tuple(sorted(self.tables.written.unmergeable))
         )
+        return self._verdict
+
+    def see_graph(
+        self, kwargs: "OrderedDict[str, Any]", graph: GraphFact, *, rows: int, unit: int, micro_batch_size: int
+    ) -> Verdict:
+        """Check a batch whose loss was computed by other operations than in all batches that were checked.
+
+        Return the verdict. `graph` is that of the batch's first micro-batch; the other arguments are those of `verdict`.
+
+        Raises:
+            SplitError: If the batch cannot be split exactly.
+        """
+        assert self._verdict is not None
+        news = self._profiles.news(frozenset({graph}))
+        self._profiles.add(news)
+        if news and self._verdict.conclusive and self._checked_at != self._batches:
+            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         return self._verdict
 
     @property

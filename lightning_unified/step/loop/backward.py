@@ -1,9 +1,13 @@
 """The backward pass of a batch that runs as micro-batches, for the strategies."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,14 +28,21 @@ class MicroBatchBackward(Strategy):
 
         `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss. If they log it, the mean of
         the logs is the batch's loss. The gradient is multiplied by the loss's `share` of the batch.
+
+        If the module's own code may write gradients during the backward pass, it finds those of this micro-batch alone, as in the
+        exactness check. They are multiplied by the share and added to the others afterwards.
         """
         assert self.lightning_module is not None
         self.policy.caches.sample()
         self.pre_backward(loss)
         scaled = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        if share is not None:
+        alone = _writes_gradients(self.lightning_module)
+        if share is not None and not alone:
             scaled = _Share.apply(scaled, share)
-        with inside_hook(self.lightning_module, "backward"):
+        with (
+            inside_hook(self.lightning_module, "backward"),
+            _added_after(self.lightning_module.parameters(), share) if alone and share is not None else nullcontext(),
+        ):
             self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
         return scaled
 
@@ -39,6 +50,34 @@ class MicroBatchBackward(Strategy):
         """Run the hooks after a batch's last backward pass, when its gradient is complete."""
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
+
+
+def _writes_gradients(module: L.LightningModule) -> bool:
+    """Return whether code of the module may write `.grad` during the backward pass."""
+    hooked = any(getattr(one, "_post_accumulate_grad_hooks", None) for one in module.parameters())
+    return hooked or is_overridden("backward", module)
+
+
+@contextmanager
+def _added_after(parameters: Iterable[Tensor], share: float) -> Iterator[None]:
+    """Set gradients aside inside the block, and add those that it leaves, multiplied by `share`."""
+    held = [(one, one.grad) for one in parameters if one.requires_grad]
+    for one, _ in held:
+        one.grad = None
+    try:
+        yield
+    except BaseException:
+        for one, before in held:
+            one.grad = before
+        raise
+    with torch.no_grad():
+        for one, before in held:
+            own = one.grad
+            if own is not None:
+                own.mul_(share)
+                one.grad = own if before is None else before.add_(own)
+            else:
+                one.grad = before
 
 
 class _Share(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
+from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
 from lightning_unified.step.loop.closure import overrides
@@ -121,6 +122,7 @@ class CheckedSplitter:
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self._trainer.lightning_module.parameters()),
+            see_graph=partial(self._see_graph, kwargs, shape),
         )
 
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
@@ -140,6 +142,11 @@ class CheckedSplitter:
         if self._is_checked:
             verdict: Verdict = self.check.learn_more(kwargs, table, paths, **self._policy.sizes.extent(shape))
             self._policy.splits.record(verdict)
+
+    def _see_graph(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, graph: GraphFact) -> None:
+        """Check a batch whose loss was computed in a new way, before its update."""
+        if self._is_checked:
+            self._policy.splits.record(self.check.see_graph(kwargs, graph, **self._policy.sizes.extent(shape)))
 
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
         """Return the number of loss terms of a batch, for the mean over a window's terms.

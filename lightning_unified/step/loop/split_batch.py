@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.facts.graph import GraphFact, graph_fact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.results.by_shape import merge
@@ -197,6 +198,7 @@ class SplitBatch:
         merging: Merges their results.
         parameters: The module's parameters. A step that computes gradients of its own must not change those of earlier
             micro-batches.
+        see_graph: Gets the graph of the first micro-batch's loss, when the state from before the batch is restored.
     """
 
     def __init__(
@@ -206,14 +208,17 @@ class SplitBatch:
         *,
         merging: SplitResults,
         parameters: Sequence[Tensor],
+        see_graph: Callable[[GraphFact], None],
     ) -> None:
         self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._see_graph, self._graph = see_graph, None
 
     def begin(self) -> None:
         """Start over."""
         self._merging.begin()
+        self._graph: GraphFact | None = None
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
@@ -229,7 +234,11 @@ class SplitBatch:
             SplitError: If the step changes gradients of earlier batches.
         """
         with self._merging.micro_batch(index), self._gradients_aside(index, in_window=in_window):
+            if index == 1 and self._graph is not None:
+                self._see_graph(self._graph)
             output = self._steps[index]()
+        if index == 0 and output.closure_loss is not None:
+            self._graph = graph_fact(output.closure_loss)
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
             output.closure_loss = output.loss = None

@@ -40,7 +40,7 @@ class Notices:
         """
         for name in names:
             self.say(
-                f"{name!r}, logged or returned by {phase}_step, is not the whole batch's where a batch is split: no rule merges the "
+                f"{name!r}, logged, returned or updated by {phase}_step, is not the whole batch's where a batch is split: no rule merges the "
                 "micro-batches' values. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...))."
             )
 

@@ -1,7 +1,7 @@
 """Merge the states and values of torchmetrics objects over micro-batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ __all__ = [
     "can_join",
     "metric_state",
     "metrics_of",
+    "reduced",
     "set_metric_state",
 ]
 
@@ -72,10 +73,10 @@ class MetricsOverMicroBatches:
                 set_metric_state(metric, self._before[path])
                 continue
             states = [state for state in self._states[path] if state is not None]
-            weights = MicroBatchWeights(
+            own = MicroBatchWeights(
                 [weights.rows[index] for index in indices], [weights.terms[index] for index in indices]
             )
-            set_metric_state(metric, self._merged(path, metric, states, weights))
+            set_metric_state(metric, self._merged(path, metric, states, own))
             _join(metric, self._before[path])
         for twin in self._twinned:
             twin.finish()
@@ -85,26 +86,26 @@ class MetricsOverMicroBatches:
     ) -> dict[str, Any]:
         """Return the state of the whole batch.
 
-        States without a rule from the check are reduced by the metric's own reductions.
+        If any of the metric's states has no rule from the check, all are reduced by the metric's own reductions: a mean is the quotient of
+        two states, so both must be those of one computation.
         """
         result = dict(states[-1])
         if len(states) == 1:
             return result
-        for name in metric._defaults:
-            values = [state[name] for state in states]
-            rule = self._table.rule(f"{path}.{name}")
-            try:
-                result[name] = _reduced(metric, name, values) if rule is None else merged(rule, values, weights)
-            except SplitError:
-                result[name] = _reduced(metric, name, values)
-        return result
+        values = {name: [state[name] for state in states] for name in metric._defaults}
+        found = {name: self._table.rule(f"{path}.{name}") for name in values}
+        rules = {name: rule for name, rule in found.items() if rule is not None}
+        if len(rules) == len(found):
+            with suppress(SplitError):
+                return result | {name: merged(rule, values[name], weights) for name, rule in rules.items()}
+        return result | {name: reduced(each, metric._reductions[name]) for name, each in values.items()}
 
 
-def _reduced(metric: Metric, name: str, values: Sequence[Any]) -> Any:
+def reduced(values: Sequence[Any], reduction: Any) -> Any:
+    """Return one state of a metric for several batches, by the reduction that the metric declares."""
     if isinstance(values[0], list):
         return [entry for value in values for entry in value]
-    reduction = metric._reductions[name]
-    return values[-1] if reduction is None else cast("Any", reduction)(torch.stack(list(values)))
+    return values[-1] if reduction is None else reduction(torch.stack(list(values)))
 
 
 class UpdateRecord:

@@ -167,8 +167,9 @@ class WrittenOverMicroBatches:
         if self._noted is None:
             self._noted = self._watch.note()
             self._versions = versions_of(self._noted)
-        elif self._writes[-1]:
+        else:
             self._back(self._writes[-1].values())
+            self._noted.rewind_iterators()
 
     def end_micro_batch(self) -> None:
         """Record the writes of the micro-batch."""

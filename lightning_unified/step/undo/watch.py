@@ -178,6 +178,15 @@ class Noted:
             if not holds(cell.copy(), contents):
                 yield cell, contents
 
+    def rewind_iterators(self) -> None:
+        """Put iterators back at their recorded positions; may be called more than once.
+
+        Raises:
+            UndoError: If one was drawn from that cannot be put back.
+        """
+        for error in self._iterators.restore():
+            raise error
+
     def restore(self) -> None:
         """Restore the recorded state; may be called more than once.
 

@@ -24,6 +24,7 @@ from lightning_unified.step.undo.roots import names_of
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
 
 _DENSE = 16  # if the step reads a step counter: the first 16 batches are checked, then one in 16
+_GOLDEN = (5**0.5 - 1) / 2  # multiples modulo 1 fill the unit interval evenly
 
 Fact = tuple[str, str, Any]
 
@@ -110,7 +111,12 @@ _READS: dict[type, dict[str, str]] = {
 
 
 def _sparse(count: int) -> int:
-    return count if count < _DENSE else count // _DENSE * _DENSE
+    """Return a number that changes with each of the first counts, then once in 16.
+
+    It changes at another place in each 16, so that no period of a step's condition is always missed.
+    """
+    block, offset = divmod(count, _DENSE)
+    return count if not block else _DENSE + block + (offset >= int(_DENSE * (block * _GOLDEN % 1)))
 
 
 class WatchedIndex(int):
@@ -124,7 +130,8 @@ class WatchedIndex(int):
         index.counters = counters
         return index
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # defining `__eq__` would remove it
+        self.counters.read.add("batch")
         return int.__hash__(self)
 
 
@@ -138,7 +145,29 @@ def _noted(name: str) -> Any:
     return use
 
 
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", "add", "sub", "mul", "bool", "float"):
+_BINARY = ("mod", "floordiv", "truediv", "divmod", "add", "sub", "mul", "pow", "and", "or", "xor", "lshift", "rshift")
+for _name in (
+    *(
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "bool",
+        "float",
+        "int",
+        "index",
+        "neg",
+        "abs",
+        "invert",
+        "str",
+        "repr",
+        "format",
+    ),
+    *_BINARY,
+    *(f"r{name}" for name in _BINARY),
+):
     setattr(WatchedIndex, f"__{_name}__", _noted(f"__{_name}__"))
 
 

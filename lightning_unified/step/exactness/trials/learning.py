@@ -1,6 +1,6 @@
 """Learn from one trial how outputs, logs, metrics and written state merge."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
-from lightning_unified.step.results.merging import MicroBatchWeights
+from lightning_unified.step.results.merging import MicroBatchWeights, same
+from lightning_unified.step.results.metrics import reduced
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
 
@@ -50,10 +51,25 @@ def _learn_metrics(
             tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), weights, tolerance=tolerance)
     for path, joins in whole.joins.items():
         tables.joins[path] = joins and tables.joins.get(path, True)
-    for name, path in whole.logged_metrics.items():
-        lacks_rule = any(f"{path}.{state}" in tables.metrics.unmergeable for state in whole.metrics.get(path, {}))
-        if lacks_rule or tables.joins.get(path) is False:
-            tables.logs.unmergeable.add(name)
+    for path, state in whole.metrics.items():
+        lacks_rule = any(f"{path}.{name}" in tables.metrics.unmergeable for name in state)
+        given = [run.metrics[path] for run in runs if path in run.metrics]
+        differs = lacks_rule and not _reduce_to(state, given, whole.reductions[path], tolerance=tolerance)
+        if differs or tables.joins.get(path) is False:
+            logged = [name for name, of in whole.logged_metrics.items() if of == path]
+            tables.logs.unmergeable.update(logged or [path])
+
+
+def _reduce_to(
+    state: Mapping[str, Any], given: Sequence[Mapping[str, Any]], reductions: Mapping[str, Any], *, tolerance: float
+) -> bool:
+    """Return whether the metric's own reductions of the micro-batches' states give the state of the whole rows."""
+    if not given:
+        return False
+    found = {name: reduced([one[name] for one in given], reductions[name]) for name in state}
+    return all(
+        same(_without_seams(found[name]), _without_seams(value), tolerance=tolerance) for name, value in state.items()
+    )
 
 
 def _without_seams(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["failure_on_rows", "refusal_of_gradients", "refusal_of_state"]
+__all__ = ["failure_on_rows", "refusal_of_gradients", "refusal_of_state", "refusal_of_updates"]
 
 
 def refusal_of_gradients(
@@ -44,6 +44,19 @@ def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
         f"{whose} writes {', '.join(paths[:3])} in its step, and micro-batches write other values than the whole batch. Write it once a batch: in "
         "on_train_batch_end or on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
         "split all the same."
+    )
+
+
+def refusal_of_updates(whose: str, parameter: str) -> str:
+    """Return the error message for a module whose backward pass writes trained parameters.
+
+    Args:
+        whose: The name of the module's class.
+        parameter: The name of a parameter that is written.
+    """
+    return (
+        f"{whose} writes {parameter} during the backward pass, as an optimizer in a gradient hook does. With a split batch it would write after "
+        "each micro-batch. Let the Trainer's optimizer write it, or declare MicroBatchRules(splittable=False) to run batches whole."
     )
 
 

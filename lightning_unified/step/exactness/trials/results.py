@@ -46,6 +46,7 @@ class Results:
         returned: The output of the step; of a training step, its entries besides the loss.
         logs: The logged values, by hook, name and occurrence.
         metrics: The states of updated torchmetrics objects, by path; they were empty before the run.
+        reductions: The reductions of their states that the metrics declare, by path.
         joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
         logged_metrics: The paths of logged torchmetrics objects, by the path of the log.
         logged_totals: The names of logs whose value a torchmetrics object computed over all batches so far.
@@ -58,6 +59,7 @@ class Results:
     returned: Any
     logs: dict[LogKey, Logged]
     metrics: dict[str, dict[str, Any]]
+    reductions: dict[str, Mapping[str, Any]]
     joins: dict[str, bool]
     logged_metrics: dict[str, str]
     logged_totals: set[str]
@@ -110,6 +112,7 @@ def aside(
                 returned=apply_to_collection(returned, Tensor, Tensor.detach),
                 logs=logs.logged,
                 metrics=_states_of(undone.metrics),
+                reductions={path: metric._reductions for path, metric in undone.metrics.items()},
                 joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
                 logged_totals=_logged_totals(logs.logged, asked),

@@ -13,9 +13,11 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
+from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
+from lightning_unified.step.exactness.trials.refusals import refusal_of_updates
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
@@ -114,10 +116,26 @@ class Runner:
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
+            versions = [parameter._version for parameter in parameters]
             with draws if draws.covers_backward else nullcontext(), inside_hook(self.module, "backward"):
                 self.module.backward(loss * scale)
+            written = [one for one, version in zip(parameters, versions, strict=True) if one._version != version]
+            if written:
+                raise SplitError(refusal_of_updates(type(self.module).__name__, self._named(written[0])))
         result.closure_loss = None
         return result
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Let a step inside the block find no gradients, as all micro-batches but a batch's first."""
+        held = [(one, one.grad) for one in parameters_of_step(self._trainer)]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
         """Return the error of the step on the whole batch without gradients; None without one.
@@ -135,10 +153,11 @@ class Runner:
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has the given index."""
-        parameter = self._sampled[index]
-        return next(
-            (name for name, one in self.module.named_parameters() if one is parameter), "a parameter of the optimizer"
-        )
+        return self._named(self._sampled[index])
+
+    def _named(self, parameter: Tensor) -> str:
+        names = (name for name, one in self.module.named_parameters() if one is parameter)
+        return next(names, "a parameter of the optimizer")
 
     @property
     def leaves_out_autocast(self) -> bool:

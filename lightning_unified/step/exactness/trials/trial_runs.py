@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -136,9 +137,10 @@ class TrialRuns:
         runs = []
         for batch, size, mode in zip(batches, sizes, draws, strict=True):
             try:
-                runs.append(self._runner.run(trial.kwargs, batch, mode))
+                with self._runner.gradients_aside() if runs else nullcontext():  # as in a split batch
+                    runs.append(self._runner.run(trial.kwargs, batch, mode))
             except Exception as error:
-                if is_out_of_memory(error) or isinstance(error, UndoError):
+                if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError)):
                     raise
                 raise self._failure(error, f"{size} of {trial.rows}") from error
         return SplitRuns(sizes=sizes, batches=batches, runs=runs)
@@ -148,7 +150,7 @@ class TrialRuns:
         try:
             return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws)
         except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, UndoError):
+            if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError)):
                 raise
             if runner.leaves_out_autocast:  # the module may need autocast
                 runner.keeps_autocast = True

@@ -336,3 +336,57 @@ def test_wrapped_metrics_are_the_whole_batchs_or_named(wrapper):
             return F.cross_entropy(logits, batch["y"])
 
     assert_same_or_named(Wrapped)
+
+
+class Perplexity(Kind):
+    """Updates a mean by a value that no rule puts together, and logs it at the end of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.perplexity = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.perplexity.update(loss.exp())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("perplexity", self.perplexity.compute())
+
+
+def test_a_mean_of_what_nothing_puts_together_is_of_micro_batches_and_named():
+    _, plain = run(Perplexity)
+    _, ours = run(Perplexity, UnifiedStrategy(micro_batch_size=3))
+
+    whole, parts = (float(one.callback_metrics["perplexity"]) for one in (plain, ours))
+    assert parts == pytest.approx(whole, rel=0.2) and parts != pytest.approx(whole)
+    assert [event for event in ours.strategy.events if "'Perplexity.perplexity'" in event and "no rule merges" in event]
+
+
+class ByClass(Kind):
+    """Updates the metric of a class where a micro-batch has rows of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_class = torch.nn.ModuleDict(
+            {str(label): MulticlassAccuracy(CLASSES, average="micro") for label in range(CLASSES)}
+        )
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"])
+        for label, metric in self.by_class.items():
+            rows = batch["y"] == int(label)
+            if rows.any():
+                metric.update(out[rows], batch["y"][rows])
+        return F.cross_entropy(out, batch["y"])
+
+    def on_train_epoch_end(self):
+        self.log_dict({label: metric.compute() for label, metric in self.by_class.items()})
+
+
+def test_metrics_that_only_some_micro_batches_update_are_the_whole_batchs():
+    _, plain = run(ByClass)
+    _, ours = run(ByClass, UnifiedStrategy(micro_batch_size=1))
+
+    assert ours.callback_metrics == plain.callback_metrics
+    assert not [event for event in ours.strategy.events if "no rule merges" in event]

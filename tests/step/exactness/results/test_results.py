@@ -177,7 +177,7 @@ def test_what_cannot_be_put_together_is_warned_of_by_name_and_once(name, stage, 
 
     said = [record.message for record in caplog.records if "no rule merges" in record.message]
     assert len(said) == 1
-    assert said[0].startswith("'v', logged or returned by ")
+    assert said[0].startswith("'v', logged, returned or updated by ")
     assert [event for event in strategy.events if "no rule merges" in event] == [f"'v'{said[0][3:]}"]
 
 

@@ -251,3 +251,25 @@ def test_writes_that_begin_late_and_can_be_put_together_are():
     split, _ = run(LateCounter, UnifiedStrategy(micro_batch_size=3))
 
     assert (split.calls, split.late) == (plain.calls, plain.late)
+
+
+class OwnIterators(Writes):
+    """Scales each batch's loss by the next number of two iterators."""
+
+    def __init__(self):
+        super().__init__()
+        self.cycle, self.listed = itertools.cycle([1.0, 2.0, 5.0]), iter([1.0, 0.5, 0.25, 2.0] * 10)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * next(self.cycle) * next(self.listed)
+
+    def write(self, batch, out, loss):
+        pass
+
+
+def test_own_iterators_advance_once_a_batch():
+    plain, _ = run(OwnIterators, "auto")
+    split, _ = run(OwnIterators, UnifiedStrategy(micro_batch_size=3))
+
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+    assert (next(split.cycle), next(split.listed)) == (next(plain.cycle), next(plain.listed))

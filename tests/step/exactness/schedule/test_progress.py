@@ -40,7 +40,11 @@ class Module(L.LightningModule):
         (lambda module, index: index == 0, {"batch"}),
         (lambda module, index: bool(index), {"batch"}),
         (lambda module, index: module(index), set()),
-        (lambda module, index: {index: 1}, set()),
+        (lambda module, index: index in {5, 9}, {"batch"}),
+        (lambda module, index: int(index), {"batch"}),
+        (lambda module, index: index & 7, {"batch"}),
+        (lambda module, index: 5 - index, {"batch"}),
+        (lambda module, index: f"{index}", {"batch"}),
         (lambda module, index: None, set()),
     ],
 )
@@ -81,7 +85,18 @@ def test_epochs_are_each_news_and_steps_ever_more_rarely():
     counters.read = {"epoch"}
     epochs = [counters.facts(epoch=epoch, step=0, batch=0) for epoch in range(64)]
 
-    assert (len(set(steps)), len(set(epochs))) == (19, 64)
+    assert (len(set(steps)), len(set(epochs))) == (20, 64)
+
+
+@pytest.mark.parametrize("period", [20, 32, 50, 96])
+def test_no_period_of_steps_is_always_missed(period):
+    counters = Counters()
+    counters.read |= {"step"}
+    facts = [counters.facts(epoch=0, step=step, batch=0) for step in range(100 * period)]
+    news = {step for step in range(1, len(facts)) if facts[step] != facts[step - 1]}
+
+    assert all(any((step + phase) % period == 0 for step in news) for phase in range(period))
+    assert len(news) <= 16 + len(facts) / 16
 
 
 @pytest.mark.parametrize(("read", "known"), [("rates", "rate 0"), ("metrics", "metric loss")])
