@@ -225,6 +225,7 @@ class ExactnessCheck:
             rules=rules,
             rows=rows,
             unit=unit,
+            micro_batch_size=micro_batch_size,
             most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive,

@@ -13,8 +13,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_unified.errors import ConfigurationError, SplitError, UndoError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.losses import LossRule
-from lightning_unified.step.exactness.rows import splits_of, window
+from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.all_rows import rules_of_all_rows
 from lightning_unified.step.exactness.trials.comparison import Trial
 from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.trials.judge import Findings, Judge
@@ -39,6 +40,7 @@ class Check:
         rules: The loss rules that may hold.
         rows: The number of rows of the batch.
         unit: The number of rows that a split keeps together.
+        micro_batch_size: The rows of the largest micro-batch.
         most: The largest number of units to run.
         number: The number of earlier checks. Consecutive checks split the rows differently.
         is_first: Whether no check was conclusive yet. The rows are then split in two ways, and also run with dropout.
@@ -49,6 +51,7 @@ class Check:
     rules: Sequence[LossRule]
     rows: int
     unit: int
+    micro_batch_size: int
     most: int
     number: int
     is_first: bool
@@ -125,7 +128,32 @@ class Examination:
                 raise
             except Exception as error:  # the module may use operations that the CPU lacks
                 log.info("The exactness check could not run on the CPU either: %s", error)
+        if isinstance(found, Findings) and check.is_first:
+            found = self._on_all_rows(check, found)
         return "memory ran out while it was checked" if found is None else found
+
+    def _on_all_rows(self, check: Check, found: Findings) -> Findings:
+        """Compare the losses of all rows too, without gradients, and return the rules that hold for them.
+
+        It is left out where random draws would change the loss, and where nothing stops a process that takes too much memory.
+        """
+        device = self._trainer.strategy.root_device
+        is_safe = device.type in ("cuda", "mps") or self._fits(check.rows)  # their allocators have a cap
+        if found.rows >= check.rows or self._runner.draws_in_eval or not is_safe:
+            return found
+        size = max(check.micro_batch_size // check.unit * check.unit, check.unit)
+        sizes = [size] * (check.rows // size) + ([check.rows % size] if check.rows % size else [])
+        places = zip(starts_of(sizes), sizes, strict=True)
+        parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
+        try:
+            return replace(found, agreeing=rules_of_all_rows(self._runner, check.kwargs, parts, sizes, found.agreeing))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self._runner.release()
+        release_cached_memory(device)
+        return found
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
         """Repeat an undecided check on as many rows as are predicted to fit.

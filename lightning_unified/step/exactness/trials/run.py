@@ -125,17 +125,12 @@ class Runner:
         result.closure_loss = None
         return result
 
-    @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
-        """Let a step inside the block find no gradients, as all micro-batches but a batch's first."""
-        held = [(one, one.grad) for one in parameters_of_step(self._trainer)]
-        for parameter, _ in held:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in held:
-                parameter.grad = gradient
+    def loss(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> Tensor | None:
+        """Run the step on `batch` without gradients and without dropout, undo it, and return its loss."""
+        own = copied(batch)
+        with self._precise(), Undone(self._trainer, in_eval=draws_or_mixes, state=self._state), torch.no_grad():
+            loss = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own})).closure_loss
+        return None if loss is None else loss.detach()
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
         """Return the error of the step on the whole batch without gradients; None without one.

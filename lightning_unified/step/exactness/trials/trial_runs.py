@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -137,8 +136,7 @@ class TrialRuns:
         runs = []
         for batch, size, mode in zip(batches, sizes, draws, strict=True):
             try:
-                with self._runner.gradients_aside() if runs else nullcontext():  # as in a split batch
-                    runs.append(self._runner.run(trial.kwargs, batch, mode))
+                runs.append(self._runner.run(trial.kwargs, batch, mode))
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError)):
                     raise

@@ -61,6 +61,28 @@ def test_a_loss_that_mixes_rows_from_sixteen_on_is_refused():
         run(Many, batches(number=2, size=16), strategy=UnifiedStrategy(micro_batch_size=4))
 
 
+class Hardest(Net):
+    def loss(self, out, batch):
+        losses = F.cross_entropy(out, batch["y"], reduction="none")
+        return losses.topk(min(32, len(losses))).values.mean()
+
+
+class First(Net):
+    def loss(self, out, batch):
+        return super().loss(out[:32], {"y": batch["y"][:32]})
+
+
+class Full(Net):
+    def loss(self, out, batch):
+        return super().loss(out, batch) + (torch.cdist(out, out).mean() if len(out) >= 64 else 0.0)
+
+
+@pytest.mark.parametrize("kind", [Hardest, First, Full])
+def test_a_loss_that_differs_only_for_all_rows_of_the_batch_is_refused(kind):
+    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly: the loss of a batch of 64 rows"):
+        run(kind, batches(number=2, size=64), strategy=UnifiedStrategy(micro_batch_size=16))
+
+
 def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks):
     class Units(Net):
         def configure_micro_batches(self, stage):
