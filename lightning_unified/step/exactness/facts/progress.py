@@ -241,6 +241,7 @@ class ModuleFacts:
 
 _MOST_ENTRIES = 1024  # of attributes or of a dict; larger ones hold data, not settings
 _OF_LIGHTNING = frozenset(vars(L.LightningModule()))
+_SHORT = 16  # entries of a list of settings; longer ones hold data
 _MOST_BUFFERS = 8  # each costs a transfer from the device
 _NAMES = (bool, str, type(None))
 _PLAIN = (*_NAMES, int, float)
@@ -264,7 +265,16 @@ def _is_holder(value: Any) -> bool:
 
 
 def _plain_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [one for one in itertools.islice(held.items(), _MOST_ENTRIES) if isinstance(one[1], _PLAIN)]
+    """Return the plain values among attributes, in short lists too, and those of scalar tensors on the host."""
+    found: list[tuple[str, Any]] = []
+    for name, value in itertools.islice(held.items(), _MOST_ENTRIES):
+        if isinstance(value, _PLAIN):
+            found.append((name, value))
+        elif type(value) in (list, tuple) and len(value) <= _SHORT:
+            found += [(f"{name}.{at}", one) for at, one in enumerate(value) if isinstance(one, _PLAIN)]
+        elif type(value) is Tensor and value.dim() == 0 and value.device.type == "cpu" and not value.is_complex():
+            found.append((name, value.item()))
+    return found
 
 
 def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fact]:

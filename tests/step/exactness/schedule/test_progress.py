@@ -127,6 +127,8 @@ CHANGES = {
     "a submodule with a flag": (lambda module: setattr(module, "other", Flagged()), True),
     "a submodule in place of another": (lambda module: setattr(module, "net", nn.Linear(4, 4).eval()), True),
     "a flag": (lambda module: setattr(module, "flag", True), True),
+    "an entry of a list": (lambda module: setattr(module, "weights", [0.0, 1.0]), True),
+    "a scalar tensor": (lambda module: setattr(module, "beta", torch.tensor(1.0)), True),
     "a word": (lambda module: setattr(module, "mode", "hot"), True),
     "a number that becomes 0": (lambda module: setattr(module, "alpha", 0.0), True),
     "a number of another order": (lambda module: setattr(module, "calls", 16), True),
