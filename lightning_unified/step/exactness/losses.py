@@ -241,7 +241,7 @@ class Weighting:
                 'let it return a loss for every micro-batch, or leave micro_batch_size="auto" and raise the budget so that batches run whole.'
             )
         shares = [loss if share is None else loss * share for loss, share in given]
-        return torch.stack(shares).sum() if shares else None
+        return torch.stack(shares).sum(0) if shares else None
 
 
 def _on_host(weights: list[Any]) -> list[float]:

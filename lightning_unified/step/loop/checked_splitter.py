@@ -18,6 +18,7 @@ from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
 from lightning_unified.step.loop.closure import overrides
+from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_batch import SplitBatch, SplitResults, WholeBatch
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.results.merging import MergeTable
@@ -122,6 +123,9 @@ class CheckedSplitter:
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self._trainer.lightning_module.parameters()),
+            outside=OutsideWrites(
+                self._trainer, batch, micro_batches, rows, is_read=overrides(self._trainer, "on_train_batch_end")
+            ),
             see_graph=partial(self._see_graph, kwargs, shape),
         )
 

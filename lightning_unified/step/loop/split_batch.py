@@ -16,6 +16,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.facts.graph import GraphFact, graph_fact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
@@ -178,7 +179,9 @@ class SplitResults:
         call: Logged,
     ) -> Any:
         tables = self._tables
-        rule = tables.logs.rule(path)
+        rule, declared = tables.logs.rule(path), _declared(call)
+        if declared in tables.logs.all_rules(path):
+            rule = declared  # of several rules that fit so far
         try:
             if by_size is not None and rule != "equal" and tables.sized_logs.rule(path) == "mean":
                 return merged("mean", values, by_size)
@@ -198,6 +201,7 @@ class SplitBatch:
         merging: Merges their results.
         parameters: The module's parameters. A step that computes gradients of its own must not change those of earlier
             micro-batches.
+        outside: Notes what the steps write outside the module.
         see_graph: Gets the graph of the first micro-batch's loss, when the state from before the batch is restored.
     """
 
@@ -208,16 +212,18 @@ class SplitBatch:
         *,
         merging: SplitResults,
         parameters: Sequence[Tensor],
+        outside: OutsideWrites,
         see_graph: Callable[[GraphFact], None],
     ) -> None:
         self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._see_graph, self._graph = see_graph, None
+        self._outside, self._see_graph, self._graph = outside, see_graph, None
 
     def begin(self) -> None:
         """Start over."""
         self._merging.begin()
+        self._outside.begin()
         self._graph: GraphFact | None = None
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
@@ -236,7 +242,8 @@ class SplitBatch:
         with self._merging.micro_batch(index), self._gradients_aside(index, in_window=in_window):
             if index == 1 and self._graph is not None:
                 self._see_graph(self._graph)
-            output = self._steps[index]()
+            with self._outside.micro_batch(index):
+                output = self._steps[index]()
         if index == 0 and output.closure_loss is not None:
             self._graph = graph_fact(output.closure_loss)
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
@@ -284,6 +291,7 @@ class SplitBatch:
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
         """Return the whole batch's result, and write the logs that were held back."""
+        self._outside.finish()
         extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights)
         return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
 
@@ -300,7 +308,11 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
 
 def _as_reduced(call: Logged, values: list[Tensor], weights: MicroBatchWeights) -> Any:
     """Merge a logged value without a rule as its `reduce_fx` reduces steps."""
+    return merged(_declared(call) or "mean", values, weights)
+
+
+def _declared(call: Logged) -> str | None:
+    """Return the rule that `reduce_fx` declares; None for a mean, the default."""
     reduce_fx = call.options.get("reduce_fx", "mean")
     how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    rule = {"sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}.get(how, "mean")
-    return merged(rule, values, weights)
+    return {"sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}.get(how)

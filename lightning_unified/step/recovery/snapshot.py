@@ -78,7 +78,7 @@ class StepSnapshot:
         )
         self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
-        self._batch = BatchWatch(batch)
+        self._batch, self._stops = BatchWatch(batch), trainer.should_stop
 
     def restore(self) -> Any:
         """Restore everything as it was when the snapshot was taken, and return the batch.
@@ -92,6 +92,7 @@ class StepSnapshot:
         for tracker, state in self._progress:
             tracker.__dict__.update(state)
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
+        self._trainer.should_stop = self._stops
         forget_unscaled(self._trainer)
         insist(self.state.restore, device=self._device)
         batch = self._batch.again()

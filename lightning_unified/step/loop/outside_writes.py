@@ -1,0 +1,86 @@
+"""What the steps of micro-batches write outside their module: entries of their batch, and the order to stop."""
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.results.merging import same
+
+__all__ = ["OutsideWrites"]
+
+
+class OutsideWrites:
+    """Gives the whole batch the entries that steps write into their micro-batches, and the Trainer one order to stop.
+
+    A micro-batch of a dict is a dict of its own, which no callback sees. Entries with a row for each of its rows are put together; an entry that
+    is the same in all micro-batches is taken as it is.
+
+    Args:
+        trainer: The Trainer.
+        batch: The whole batch.
+        micro_batches: Its micro-batches.
+        rows: The rows of each micro-batch.
+        is_read: Whether a hook may read the batch after the step; otherwise entries are not kept.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int], *, is_read: bool
+    ) -> None:
+        self._trainer, self._batch, self._micro_batches, self._rows = trainer, batch, micro_batches, rows
+        self._keeps = is_read and isinstance(batch, MutableMapping)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start over."""
+        self._stops: list[bool] = []
+        self._written: list[dict[Any, Any]] = []
+        self._removed: list[set[Any]] = []
+
+    @contextmanager
+    def micro_batch(self, index: int) -> Iterator[None]:
+        """Note what the step of micro-batch `index` writes inside the block."""
+        trainer, batch = self._trainer, self._micro_batches[index]
+        stops = trainer.should_stop
+        before = dict(batch) if self._keeps else {}
+        yield
+        self._stops.append(trainer.should_stop)
+        trainer.should_stop = stops
+        if self._keeps:
+            now = dict(batch)
+            self._written.append({name: one for name, one in now.items() if before.get(name, self) is not one})
+            self._removed.append(before.keys() - now.keys())
+
+    def finish(self) -> None:
+        """Write to the whole batch and to the Trainer.
+
+        Raises:
+            SplitError: If only some of the steps stop the Trainer, or an entry cannot be put together.
+        """
+        if len(set(self._stops)) > 1:
+            raise SplitError(
+                "training_step sets trainer.should_stop for some micro-batches of a batch and not for others; set it in on_train_batch_end, which "
+                "sees the whole batch's outputs, or declare MicroBatchRules(splittable=False)."
+            )
+        self._trainer.should_stop = self._stops[0]
+        for name in {name for written in self._written for name in written}:
+            self._batch[name] = self._whole(name)
+        for name in set.intersection(*self._removed) if self._removed else ():
+            self._batch.pop(name, None)
+
+    def _whole(self, name: Any) -> Any:
+        values = [written[name] for written in self._written if name in written]
+        has_all = len(values) == len(self._rows)
+        lengths = [len(one) if isinstance(one, Tensor) and one.dim() else None for one in values]
+        if lengths == list(self._rows):
+            return torch.cat([one.detach() for one in values])
+        if has_all and all(same(one, values[0]) for one in values[1:]):
+            return values[0]
+        raise SplitError(
+            f"training_step writes batch[{name!r}], and the entries of micro-batches cannot be put together; return it from training_step instead, "
+            "or declare MicroBatchRules(splittable=False)."
+        )
