@@ -1,4 +1,4 @@
-"""What the steps of micro-batches write outside their module: entries of their batch, and the order to stop."""
+"""Writes of a step outside its module: entries of its batch, and the order to stop."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ __all__ = ["OutsideWrites"]
 
 
 class OutsideWrites:
-    """Gives the whole batch the entries that steps write into their micro-batches, and the Trainer one order to stop.
+    """Gives the whole batch the entries that its micro-batches get, and the Trainer one order to stop.
 
     A micro-batch of a dict is a dict of its own, which no callback sees. Entries with a row for each of its rows are put together; an entry that
     is the same in all micro-batches is taken as it is.
