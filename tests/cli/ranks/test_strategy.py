@@ -19,6 +19,7 @@ def test_a_name_may_say_what_ranks_hold():
     assert strategy == {
         "_target_": "lightning_unified.strategies.UnifiedFSDPStrategy",
         "budget": "1GiB",
+        "compile": False,
         "predict": True,
         "hold": "shards",
     }
