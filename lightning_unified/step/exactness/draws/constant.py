@@ -17,14 +17,22 @@ class ConstantDraws(InterceptDraws):
 
     | draw | constant |
     |---|---|
-    | uniform | the middle of the range |
+    | uniform | at a given share of the range, by default the middle |
     | normal | half a standard deviation above the mean |
     | dropout | all entries are kept |
     | integers | the lowest one |
     | permutation | each entry moves by one place |
 
-    A step that mixes rows by a permutation thus still mixes rows.
+    A step that mixes rows by a permutation thus still mixes rows. A step that does so only if a uniform draw is below some probability does
+    with a small share.
+
+    Args:
+        share: The place of uniform draws in their range, from 0 to 1.
     """
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        self._share = share
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and overwrite its draw with the constant."""
@@ -32,10 +40,12 @@ class ConstantDraws(InterceptDraws):
         drawn = drawn_by(name, result, args)
         if not isinstance(drawn, Tensor):
             return result
-        return with_draw(name, result, _constant(name, func, drawn, args, kwargs), args)
+        return with_draw(name, result, _constant(name, func, drawn, args, kwargs, share=self._share), args)
 
 
-def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _constant(
+    name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, share: float
+) -> Tensor:
     base = name.rstrip("_").removesuffix("_like")
     like = torch.empty_like(drawn)
     if base == RRELU:
@@ -50,13 +60,13 @@ def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: 
         return like.fill_(_argument(func, args, kwargs, ("low", "from"), 0.0))
     if base == "uniform":
         low, high = (_argument(func, args, kwargs, names, value) for names, value in ((("from",), 0.0), (("to",), 1.0)))
-        return like.fill_((low + high) / 2)
+        return like.fill_(low + share * (high - low))
     if base == "normal":
         mean, deviation = (
             _argument(func, args, kwargs, (which,), value) for which, value in (("mean", 0.0), ("std", 1.0))
         )
         return like.fill_(mean + 0.5 * deviation)
-    return like.fill_({"rand": 0.5, "randn": 0.5}.get(base, 1.0))
+    return like.fill_({"rand": share, "randn": 0.5}.get(base, 1.0))
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], default: float) -> float:

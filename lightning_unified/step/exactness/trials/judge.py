@@ -79,7 +79,7 @@ class Judge:
             return undecided
         noise = _DRAWN if comparison.is_drawn else ""
         if comparison.none_agrees(rules) and comparison.troubles:
-            comparison = runs.without_noise(comparison)
+            comparison = runs.without_noise(comparison, rules)
             noise = f"{_DRAWN}; gradients were compared without them ({comparison.troubles[0]})"
         off = {rule.name: comparison.off(rule) for rule in rules}
         best = min(off.values(), key=lambda one: one.excess)

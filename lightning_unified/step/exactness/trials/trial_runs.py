@@ -22,6 +22,8 @@ from lightning_unified.step.results.written import drawn_unequally, with_states_
 
 __all__ = ["TrialRuns"]
 
+_SELDOM = 0.02  # judgement: below the probability of most augmentations
+
 
 class TrialRuns:
     """Runs the rows of a trial whole and in micro-batches, with a choice of random draws.
@@ -66,15 +68,25 @@ class TrialRuns:
         other = self._compared(order="blocks", covers_backward=True)
         return comparison if other.none_agrees(rules) else other
 
-    def without_noise(self, drawn: Comparison) -> Comparison:
+    def without_noise(self, drawn: Comparison, rules: Sequence[LossRule]) -> Comparison:
         """Compare while random operators return constants.
+
+        If some rule agrees, compare once more with constants for which a step does what it does seldom.
 
         Args:
             drawn: A comparison of the same rows with random draws, of which some could not be replayed.
+            rules: The loss rules that may hold.
         """
+        often = self._constant(drawn, share=0.5)
+        if often.none_agrees(rules):
+            return often
+        seldom = self._constant(drawn, share=_SELDOM)
+        return seldom if seldom.none_agrees(rules) else often
+
+    def _constant(self, drawn: Comparison, *, share: float) -> Comparison:
         with equal_host_draws(self._runner.module):
-            whole = self._whole(ConstantDraws())
-            split = self._split_runs([ConstantDraws() for _ in self._trial.split])
+            whole = self._whole(ConstantDraws(share))
+            split = self._split_runs([ConstantDraws(share) for _ in self._trial.split])
         comparison = Comparison(whole=whole, split=split, troubles=drawn.troubles[:1], is_drawn=True)
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
