@@ -272,7 +272,8 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
                 "run is your own."
             ) from error
         others = sorted(path.name for path in run.checkpoint.parent.glob("*.ckpt") if path != run.checkpoint)
-        rest = f"copy one of {', '.join(others)} over it" if others else "the run cannot be continued"
+        which = f"copy {others[0]}" if len(others) == 1 else f"copy one of {', '.join(others)}"
+        rest = f"{which} over it" if others else "the run cannot be continued"
         raise CheckpointError(f"{run.checkpoint} cannot be read ({_reason(error)}); {rest}.") from error
     if 0 <= max_steps <= done:
         raise ConfigurationError(
