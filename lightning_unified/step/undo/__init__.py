@@ -15,6 +15,7 @@ Restored are:
 - attributes of the LightningModule and its submodules, of the user's callbacks, and of plain objects that these hold;
 - dicts, lists, sets and deques in these attributes, and nested ones;
 - buffers, plain tensors, frozen parameters and NumPy arrays that were written in place;
+- buffers and attributes of TorchScript modules;
 - torchmetrics objects, wherever they are held;
 - generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators, also of `itertools`
   (`iterators`);

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import UndoError
-from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
+from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, ScriptCell, SlotsCell, path_text
 from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
 from lightning_unified.step.undo.kinds import Kind, holds_iterators
 from lightning_unified.step.undo.roots import Roots
@@ -20,7 +20,7 @@ from lightning_unified.step.undo.walk import Found, FoundTensor, Walk
 
 __all__ = ["BatchWatch", "Noted", "StateWatch"]
 
-_ALWAYS = (NamesCell, ClosureCell, SlotsCell, LongCell)  # few cells, so they are copied before every step
+_ALWAYS = (NamesCell, ClosureCell, SlotsCell, LongCell, ScriptCell)  # few cells, so they are copied before every step
 _SMALL_ARRAY = 1 << 16  # bytes
 
 
@@ -122,7 +122,7 @@ class StateWatch:
                 met += [one for one in others if id(one[0]) not in self._modules]
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
         owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)
-        empty = [entries for entries in owned if entries is not None and not entries]
+        empty = [entries for entries in owned if isinstance(entries, dict) and not entries]
         self._still = StillCells(self._found.cells, empty=empty, counted=roots.parameters)
         return self._still
 

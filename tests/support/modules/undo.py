@@ -200,6 +200,37 @@ class Record:
     inner: SimpleNamespace | None = None
 
 
+class Scripted(nn.Module):
+    """Changes state of every kind that TorchScript has."""
+
+    count: int
+    seen: list[int]
+    totals: dict[str, int]
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("written", torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.norm = nn.BatchNorm1d(2)
+        self.count, self.seen, self.totals = 0, [0], {"sum": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        self.totals["sum"] += self.count
+        self.replaced = self.replaced + 0.1
+        self.written.add_(0.1)
+        self.frozen.add_(0.1)
+        numbers = self.count + len(self.seen) + self.totals["sum"]
+        return (
+            numbers
+            + (self.replaced + self.written + self.frozen).sum()
+            + self.norm(x).detach().sum()
+            + self.norm.running_mean[0]
+        )
+
+
 class Slotted:
     """A user's object without a dict."""
 
@@ -256,6 +287,14 @@ HELD = {
     "list iterator": (lambda: iter(list(range(99))), next),
     "own object": (lambda: Record(inner=SimpleNamespace(count=0)), _moves_record),
     "object with slots": (Slotted, _moves_slots),
+    "TorchScript module": (
+        lambda: torch.jit.script(Scripted()),
+        lambda kept: kept(torch.ones(2, 2)),
+    ),
+    "traced module": (
+        lambda: torch.jit.trace(nn.BatchNorm1d(2), torch.ones(2, 2)),
+        lambda kept: kept(torch.ones(2, 2)).detach().sum() + kept.running_mean.sum(),
+    ),
     "module in a list": (
         lambda: [nn.BatchNorm1d(2)],
         lambda kept: kept[0](torch.ones(2, 2)).sum() + kept[0].running_mean.sum(),
