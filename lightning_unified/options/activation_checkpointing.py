@@ -245,7 +245,7 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
 
 def has_switch(module: L.LightningModule) -> bool:
-    """Return whether the module's class declares the attribute `recompute`, and its value is a bool.
+    """Return whether the module's class declares `recompute`, and its value is a bool.
 
     An attribute that only the object has, or of another type, is the user's own and is neither read nor set.
     """

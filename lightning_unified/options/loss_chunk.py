@@ -111,7 +111,7 @@ def _has_heads(module: L.LightningModule) -> bool:
 
 
 def _has_attribute(module: L.LightningModule) -> bool:
-    """Return whether the module's class declares the attribute, and its value is None or a count.
+    """Return whether the module's class declares the attribute, with None or a count.
 
     An attribute that only the object has, or of another type, is the user's own and is neither read nor set.
     """

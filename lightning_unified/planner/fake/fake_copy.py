@@ -156,7 +156,7 @@ def _copying(fakes: _Fakes) -> Iterator[None]:
 
 
 def _refuse_script(module: RecursiveScriptModule, _memo: dict[int, Any]) -> NoReturn:
-    """Refuse a TorchScript module: its tensors lie outside of Python, and its compiled code expects their values."""
+    """Refuse a TorchScript module, which holds its tensors outside of Python."""
     raise UncopyableError(f"{module.original_name} in it is a TorchScript module, which holds real tensors")
 
 

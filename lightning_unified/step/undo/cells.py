@@ -15,6 +15,7 @@ from lightning_unified.step.undo.kinds import Kind
 __all__ = [
     "LARGEST",
     "Cell",
+    "ClassCell",
     "ClosureCell",
     "LongCell",
     "MappingCell",
@@ -73,6 +74,9 @@ class Cell:
         """Replace one entry."""
         self.target[name] = value
 
+    def remove(self, name: Any) -> None:
+        """Remove one entry, if the container can be without it."""
+
 
 class MappingCell(Cell):
     """A dict of any kind, or the attributes of an object."""
@@ -102,6 +106,9 @@ class MappingCell(Cell):
     def entries(self, noted: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
         return iter(noted.items())
 
+    def remove(self, name: Any) -> None:
+        self.target.pop(name, None)
+
 
 class NamesCell(MappingCell):
     """Some names of a dict, such as the globals that a function uses."""
@@ -112,6 +119,11 @@ class NamesCell(MappingCell):
         super().__init__(target, path, style=style)
         self.names = tuple(names)
 
+    @property
+    def lacks_names(self) -> bool:
+        """Whether some of the names have no value yet."""
+        return not all(map(self.target.__contains__, self.names))
+
     def copy(self) -> dict[Any, Any]:
         return {name: self.target[name] for name in self.names if name in self.target}
 
@@ -121,6 +133,41 @@ class NamesCell(MappingCell):
                 self.target[name] = noted[name]
             else:
                 self.target.pop(name, None)
+
+
+class ClassCell(Cell):
+    """The attributes of a user's class, except methods and other descriptors."""
+
+    __slots__ = ()
+
+    def __init__(self, kind: type, path: Path) -> None:
+        super().__init__(kind, path, style="attribute")
+
+    def copy(self) -> dict[str, Any]:
+        attributes = dict(vars(self.target))
+        return {name: value for name, value in attributes.items() if not (name.startswith("__") or _is_method(value))}
+
+    def restore(self, noted: dict[str, Any]) -> None:
+        now = self.copy()
+        for name in now.keys() - noted.keys():
+            self.remove(name)
+        for name, value in noted.items():
+            if now.get(name) is not value:
+                self.put(name, value)
+
+    def entries(self, noted: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+        return noted.items()
+
+    def put(self, name: Any, value: Any) -> None:
+        type.__setattr__(self.target, name, value)
+
+    def remove(self, name: Any) -> None:
+        if name in vars(self.target):
+            type.__delattr__(self.target, name)
+
+
+def _is_method(value: Any) -> bool:
+    return isinstance(value, type) or hasattr(type(value), "__get__")
 
 
 class ListCell(Cell):

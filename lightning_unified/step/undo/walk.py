@@ -125,7 +125,7 @@ class Walk:
         return self._finish()
 
     def _script(self, module: RecursiveScriptModule, path: Path) -> None:
-        """Visit a TorchScript module, which holds its modules, parameters and attributes outside of Python."""
+        """Visit a TorchScript module, which holds its contents outside of Python."""
         self._add(ScriptCell(module, path), 0, is_metric=False)
         self.found.modules += [(child, (path, name, "attribute")) for name, child in module.named_children()]
         for name, parameter in module.named_parameters(recurse=False):
@@ -136,6 +136,10 @@ class Walk:
         if self._is_seen(cell.target):
             return
         noted = cell.copy()
+        for name, tensor in noted.items():
+            if type(tensor) in (Tensor, nn.Parameter):
+                path = (cell.path, name, "attribute")
+                self._add(MappingCell(vars(tensor), path, style="attribute"), 0, is_metric=False)
         if all(id(tensor) in self._trained for tensor in noted.values()):
             return  # true of most dicts of parameters; comparing them before every step would take a third of the time
         self.found.cells.append((cell, noted))
@@ -199,6 +203,9 @@ class Walk:
             if depth < _DEEPEST:
                 for index, entry in enumerate(value):
                     self._take(None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1)
+        elif kind is Kind.PARTIAL:
+            for name_, part in (("args", value.args), ("keywords", value.keywords), ("func", value.func)):
+                self._take(None, name_, part, kind_of(type(part)), (path, name_, "attribute"), depth + 1)
         elif kind is Kind.MODULE:
             found.modules.append((value, path))
         elif kind is Kind.STATE:
