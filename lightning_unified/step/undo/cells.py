@@ -294,7 +294,8 @@ class ScriptCell(Cell):
     def __init__(self, module: RecursiveScriptModule, path: Path) -> None:
         super().__init__(module._c, path, style="attribute")
         attributes = module._concrete_type.get_attributes()
-        self._names = [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
+        kept = [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
+        self._names = [name for name in kept if name not in _NEVER_SET]
         self._last: dict[str, Any] = {}
 
     def copy(self) -> dict[str, Any]:
@@ -318,6 +319,7 @@ class ScriptCell(Cell):
         self.target.setattr(name, value)
 
 
+_NEVER_SET = frozenset({"_is_full_backward_hook"})  # of each module; TorchScript code cannot change it
 _SCRIPTED = (Tensor, bool, int, float, complex, str, type(None), list, tuple, dict)
 
 
