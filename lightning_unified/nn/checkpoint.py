@@ -166,7 +166,8 @@ class _Buffers:
 
         Copying the values back would count as a write and invalidate tensors that autograd saved.
         """
-        current = [module._buffers.get(name) for module, name, _ in self._slots]
+        # of TorchScript modules, `_buffers` has no method `get`
+        current = [module._buffers[name] if name in module._buffers else None for module, name, _ in self._slots]  # noqa: SIM401
         originals = _each_once(value for _, _, value in self._slots)
         copies = {id(one): before.clone() for one, before in zip(originals, self._before, strict=True)}
         for module, name, value in self._slots:

@@ -70,6 +70,7 @@ class ActivationCheckpointing:
             module.recompute = self._asked  # type: ignore[assignment]
             self.policy = ALL if self._asked else NONE
             self.reason = f"as asked, by {type(module).__name__}.recompute"
+            log.info("%s.recompute is set to %s, as asked.", type(module).__name__, self._asked)
         elif self._asked:
             self._pull(ALL, "as asked")
 
@@ -149,7 +150,7 @@ class ActivationCheckpointing:
 class CheckpointedBlocks:
     """A recompute policy on a module, from construction until `undo`.
 
-    A module may have a `recompute` attribute, a bool that its forward reads. The policies "all" and "none" set this attribute. If the
+    The class of a module may declare an attribute `recompute`, a bool that its forward reads. The policies "all" and "none" set this attribute. If the
     module also declares `recompute_blocks`, other policies turn the attribute off, and some of the blocks get stand-ins. Blocks of a
     module without the attribute get stand-ins too.
 
@@ -188,7 +189,7 @@ class CheckpointedBlocks:
             self.blocks = find_blocks(module)
         except ValueError as error:
             raise ConfigurationError(
-                f"{error} A module that recomputes by itself has a `recompute` attribute to set."
+                f"{error} A module that recomputes by itself has a `recompute` attribute in its class to set."
             ) from error
         plain = self.blocks.plain
         count = policy.blocks if policy.blocks == "all" or policy.blocks < len(plain) else "all"
@@ -244,5 +245,8 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
 
 def has_switch(module: L.LightningModule) -> bool:
-    """Return whether the module has a `recompute` attribute of its own."""
-    return hasattr(module, "recompute") and not callable(module.recompute)
+    """Return whether the module's class declares `recompute`, and its value is a bool.
+
+    An attribute that only the object has, or of another type, is the user's own and is neither read nor set.
+    """
+    return hasattr(type(module), "recompute") and type(module.recompute) is bool

@@ -20,7 +20,7 @@ class LossChunk:
 
     There are two ways, and the loss depends on the chunk in neither of them, beyond rounding.
 
-    A module of its own kind offers an attribute `loss_chunk_rows`, an int or None (its own choice). Its `training_step` passes the
+    A class of its own kind declares an attribute `loss_chunk_rows`, an int or None (its own choice). Its `training_step` passes the
     attribute to the loss function; `lightning_unified.nn.linear_cross_entropy` takes it as `chunk_rows`.
 
     Any other module with output heads needs nothing: they return logits without storage in training, and `cross_entropy` computes them
@@ -43,9 +43,9 @@ class LossChunk:
         has_attribute = _has_attribute(module)
         if not has_attribute and not _has_heads(module):
             raise ConfigurationError(
-                f"loss_chunk={rows}: {type(module).__name__} has no attribute {_ATTRIBUTE}, by which a module says that its loss can be "
+                f"loss_chunk={rows}: {type(module).__name__} has no attribute {_ATTRIBUTE}, by which a class says that its loss can be "
                 "computed in chunks, and no output head (a linear layer, or an embedding table after a normalization, with at least 2,048 "
-                "classes and twice as many as features). Give it the attribute, and pass it to "
+                "classes and twice as many as features). Give the class the attribute, and pass it to "
                 "lightning_unified.nn.linear_cross_entropy as chunk_rows."
             )
         if rows is not None and not _is_count(rows):
@@ -111,7 +111,14 @@ def _has_heads(module: L.LightningModule) -> bool:
 
 
 def _has_attribute(module: L.LightningModule) -> bool:
-    return hasattr(module, _ATTRIBUTE) and not callable(getattr(module, _ATTRIBUTE))
+    """Return whether the module's class declares the attribute, with None or a count.
+
+    An attribute that only the object has, or of another type, is the user's own and is neither read nor set.
+    """
+    if not hasattr(type(module), _ATTRIBUTE):
+        return False
+    value = getattr(module, _ATTRIBUTE)
+    return value is None or _is_count(value)
 
 
 def _is_count(value: Any) -> bool:

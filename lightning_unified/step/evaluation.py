@@ -94,11 +94,12 @@ class EvaluationSteps:
         micro_batches = self._policy.batches.splitter(STAGES[phase]).micro_batches(
             batch, sizes, loader=_loader_of(rest)
         )
+        checks = self._policy.batches.checks(STAGES[phase])
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
             metrics=self._state.named_metrics,
-            state=self._written if self._policy.batches.checks(STAGES[phase]) else None,
+            state=self._written if checks else None,
             ignored=(),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
@@ -108,6 +109,14 @@ class EvaluationSteps:
                 outputs.append(whole(micro_batch))
             results.end_micro_batch()
         weights = self._weights(check, micro_batches, sizes)
+        if checks and not check.ambiguous >= (
+            names := check.undecided(micro_batches, sizes) | results.undecided(weights)
+        ):
+            check.learn(whole, batch, **self._extent(shape))
+            weights = self._weights(check, micro_batches, sizes)
+            names = check.undecided(micro_batches, sizes) | results.undecided(weights)
+            check.ambiguous |= names
+            self._policy.notices.say_ambiguous(names, phase=phase)
         if phase == "predict" and check.guesses(outputs, weights):
             if self._policy.batches.checks(STAGES[phase]):
                 check.learn(whole, batch, **self._extent(shape))

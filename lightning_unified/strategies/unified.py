@@ -40,8 +40,8 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
         budget: The memory this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else. A
             `leave` budget is read again while running, so that it follows other programs.
         micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less if memory requires it.
-        recompute: Activation checkpointing: True, False or `"auto"`; see docs/explanation/recomputation.md. True sets the module's own `recompute`
-            attribute, or else checkpoints its blocks. `"auto"` leaves the module as it is until a plan says otherwise, or memory runs
+        recompute: Activation checkpointing: True, False or `"auto"`; see docs/explanation/recomputation.md. True sets the attribute
+            `recompute` that the module's class declares, or else checkpoints its blocks. `"auto"` leaves the module as it is until a plan says otherwise, or memory runs
             out and no smaller micro-batch is left.
         compile: Compile parts of the module with `torch.compile` during the fit: `"blocks"`, the repeated blocks; `"whole"`, the module's
             children; False, nothing. `"auto"` compiles the blocks if the run is long enough to save three times the seconds that

@@ -20,6 +20,7 @@ from lightning_unified.options import (
     recompute_policies,
 )
 from lightning_unified.options.activation_checkpointing import ActivationCheckpointing
+from lightning_unified.options.loss_chunk import chunk_choices, chunk_of
 
 FUSED = {"Adam": Adam, "AdamW": AdamW, "SGD": lambda p, **k: SGD(p, 0.1, momentum=0.9, **k), "Adagrad": Adagrad}
 ALL, NONE = RecomputePolicy(blocks="all"), RecomputePolicy(blocks=0)
@@ -200,6 +201,54 @@ def test_a_switch_that_the_user_turned_on_stays_on():
     recomputation.begin(module)
 
     assert recomputation.choices() == (ALL,)
+
+
+class Stranger(Deep):
+    """Sets attributes of its own, which have the names of memory options."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        vars(self).update(attributes)
+
+
+class OddRecompute(Deep):
+    recompute = torch.ones(2)
+
+
+@pytest.mark.parametrize("make", [OddRecompute, lambda: Stranger(recompute=False), lambda: Stranger(recompute=7)])
+def test_a_strangers_recompute_is_neither_read_nor_set(make):
+    module, recomputation = make(), ActivationCheckpointing(True)
+    before = module.recompute
+    recomputation.begin(module)
+    assert module.recompute is before and stood_in(module) == [True] * 4
+    recomputation.end()
+    ActivationCheckpointing("auto").begin(module)
+
+    assert module.recompute is before
+
+
+def test_a_switch_that_is_set_is_said(caplog):
+    caplog.set_level("INFO", logger="lightning_unified")
+    ActivationCheckpointing(True).begin(Switch())
+
+    assert "Switch.recompute is set to True, as asked." in caplog.text
+
+
+class OddChunk(Deep):
+    loss_chunk_rows = "all"
+
+
+@pytest.mark.parametrize("make", [lambda: Stranger(loss_chunk_rows=7), OddChunk])
+def test_a_strangers_loss_chunk_rows_is_neither_read_nor_set(make):
+    module = make()
+    before = module.loss_chunk_rows
+
+    assert chunk_choices(module) == (None,) and chunk_of(module) is None
+    with pytest.raises(
+        ConfigurationError, match=r"loss_chunk=64: .* has no attribute loss_chunk_rows, by which a class says"
+    ):
+        LossChunk(module, 64)
+    assert module.loss_chunk_rows is before
 
 
 class Chunked(Deep):

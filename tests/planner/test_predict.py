@@ -68,6 +68,42 @@ def test_a_prediction_leaves_module_batch_and_generators_as_they_were(module):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+SEEN = []
+
+
+def numbers():
+    yield from range(9)
+
+
+class LeavesTraces(Stack):
+    """Changes a global and a class attribute in a helper method, and holds iterators."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [numbers(), (1, numbers()), iter([1, 2]), map(abs, [1, 2])]
+
+    def training_step(self, batch, batch_idx):
+        self.note(next(self.kept[2]))
+        return super().training_step(batch, batch_idx)
+
+    def note(self, number):
+        SEEN.append(number)
+        type(self).steps += 1
+
+
+def test_dry_runs_leave_no_trace_in_globals_classes_and_iterators():
+    module = LeavesTraces()
+    before = list(module.kept)
+    lightning_unified.predict(module, BATCH, device="cuda")
+    lightning_unified.plan(module, BATCH, device="cuda", budget="1GiB", rates=RATES)
+
+    assert SEEN == [] and LeavesTraces.steps == 0
+    assert all(one is other for one, other in zip(module.kept, before, strict=True))
+    assert list(module.kept[2]) == [1, 2]
+
+
 def test_weights_are_counted_to_the_byte(module, whole):
     assert whole.categories["weights"] == sum(-(-one.numel() * 4 // 512) * 512 for one in module.parameters())
 

@@ -1,5 +1,7 @@
 """Memory options share a fake copy, phases share known blocks, and limits share replays."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -26,7 +28,8 @@ MPS = {"backend": "mps", "precision": "bf16-mixed"}
 @pytest.fixture
 def counted(monkeypatch):
     """The number of fake copies, and of blocks whose forward pass ran."""
-    counts = {"copies": 0, "blocks": 0}
+    counts = Counter(copies=0, blocks=0)
+    note = counts.update  # a dict that a forward names would be put back
     make, run = FakeFit.__init__, Stack.kind.forward
 
     def made(self, *args, **kwargs):
@@ -34,7 +37,7 @@ def counted(monkeypatch):
         make(self, *args, **kwargs)
 
     def forward(self, x):
-        counts["blocks"] += 1
+        note(("blocks",))
         return run(self, x)
 
     monkeypatch.setattr(FakeFit, "__init__", made)

@@ -130,6 +130,7 @@ class DryRun:
     def _guarded(self, traced: Callable[[], Traced]) -> Traced:
         """Return the trace, leave all else unchanged, and turn errors into `DryRunError`."""
         name, noted = type(self._spec.module).__name__, self._state.note()
+        noted.iterators.lend()
         try:
             with untouched(compiled=self._spec.compiled):
                 return traced()
@@ -144,6 +145,7 @@ class DryRun:
             ) from error
         finally:
             noted.restore()
+            noted.iterators.give_back()
 
     def _first(self, size: StepSize, *, other: bool = False) -> Trace:
         world = World(other=other)

@@ -9,12 +9,13 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.jit._script import RecursiveScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -144,6 +145,7 @@ def _copying(fakes: _Fakes) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in (Tensor, nn.Parameter, UninitializedParameter):
             stack.enter_context(replaced(kind, "__deepcopy__", fake_of))
+        stack.enter_context(replaced(RecursiveScriptModule, "__deepcopy__", _refuse_script))
         for kind in added:
             dispatch[kind] = lambda thing, _memo: thing
             stack.callback(dispatch.pop, kind)
@@ -151,6 +153,11 @@ def _copying(fakes: _Fakes) -> Iterator[None]:
             dispatch[OrderedDict] = _ordered_copy
             stack.callback(dispatch.pop, OrderedDict)
         yield
+
+
+def _refuse_script(module: RecursiveScriptModule, _memo: dict[int, Any]) -> NoReturn:
+    """Refuse a TorchScript module, which holds its tensors outside of Python."""
+    raise UncopyableError(f"{module.original_name} in it is a TorchScript module, which holds real tensors")
 
 
 def _ordered_copy(given: OrderedDict[Any, Any], memo: dict[int, Any]) -> OrderedDict[Any, Any]:
@@ -171,6 +178,7 @@ _SHARED: tuple[type, ...] = (
     torch.Generator,  # fake operations draw no random numbers
     types.ModuleType,
     types.GeneratorType,
+    torch.jit.ScriptFunction,
     Drawn,
     type(threading.Lock()),
     type(threading.RLock()),

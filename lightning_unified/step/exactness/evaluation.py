@@ -12,6 +12,7 @@ fits, or all fitting rules give the same result.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
-from lightning_unified.step.exactness.losses import LossRule, candidates, declared, shares
+from lightning_unified.step.exactness.losses import LossRule, candidates, declared, may_count, shares
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRuns, EvaluationTrial
 from lightning_unified.step.exactness.trials.learning import learn_results
@@ -36,6 +37,7 @@ __all__ = ["EvaluationCheck"]
 log = logging.getLogger("lightning_unified")
 
 _UNITS = 8  # units of rows in a check; judgement: enough for three unequal micro-batches
+_FEWEST = 3  # units that a check runs where they fit: two equal micro-batches do not distinguish weighted means
 _ROUNDING = 1e-6  # relative; the rounding of a mean of equal values
 
 
@@ -51,6 +53,7 @@ class EvaluationCheck:
     Attributes:
         tables: The merge rules found.
         rule: The loss rule that weights means.
+        ambiguous: The names of logs for which a check of their own batch left several results.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class EvaluationCheck:
         self.rule = LossRule("rows")
         self._profiles = BatchProfiles()
         self._batches = 0
+        self._rivals: dict[LossRule, set[str]] = {}  # each with the logs that it weights
+        self._refuted: set[LossRule] = set()
+        self.ambiguous: set[str] = set()
         self._said: set[str] = set()
 
     def look(
@@ -82,7 +88,7 @@ class EvaluationCheck:
         """
         self._batches += 1
         news = self._profiles.news(facts_of(batch, rows))
-        if news or self._batches & (self._batches - 1) == 0:
+        if news or self._batches & (self._batches - 1) == 0 or not may_count(self.rule, batch):
             self.learn(step, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size, likely=likely)
             self._profiles.add(news)
 
@@ -90,13 +96,13 @@ class EvaluationCheck:
         self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, micro_batch_size: int, likely: LossRule
     ) -> None:
         """Check a batch now; the arguments are those of `look`."""
-        units = min(max(micro_batch_size // unit, 2), _UNITS, rows // unit)
+        units = min(max(micro_batch_size // unit, _FEWEST), _UNITS, rows // unit)
         while units >= 2:
             size = units * unit
             check = partial(self._checked, step, batch, rows=rows, size=size, unit=unit, likely=likely)
             if caught(check)[1] is None:
                 return
-            units //= 2
+            units = units // 2 if units > _FEWEST else units - 1
 
     @property
     def draws(self) -> bool:
@@ -105,6 +111,16 @@ class EvaluationCheck:
         Results then differ from the whole batch's as under another seed.
         """
         return self._runs.has_drawn
+
+    def undecided(self, micro_batches: Sequence[Any], sizes: Sequence[int]) -> set[str]:
+        """Return the names of logs that loss rules weight differently here, all of which fit."""
+        own = self._shares(self.rule, micro_batches, sizes)
+        names: set[str] = set()
+        for rule, paths in self._rivals.items():
+            other = self._shares(rule, micro_batches, sizes)
+            if own is not None and other is not None and not _are_close(own, other):
+                names |= paths
+        return names
 
     def unmergeable(self) -> list[str]:
         """Return the new names and paths that no rule merges; each is returned once."""
@@ -115,7 +131,7 @@ class EvaluationCheck:
     @property
     def logged(self) -> list[str]:
         """The names that the step logs."""
-        return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
+        return [path for path in self.tables.logs.paths if not _is_size(path)]
 
     def guesses(self, returned: Sequence[Any], weights: MicroBatchWeights) -> dict[str, Sequence[Any]]:
         """Return the predictions whose merge is not certain, by path.
@@ -147,40 +163,69 @@ class EvaluationCheck:
         self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
     ) -> None:
         for trial in self._runs.trials(step, batch, rows=rows, size=size, unit=unit):
-            self._learn(trial, likely)
+            self._learn(trial, self._weights(batch, rows, likely))
 
-    def _learn(self, trial: EvaluationTrial, likely: LossRule) -> None:
+    def _learn(self, trial: EvaluationTrial, rules: Sequence[LossRule]) -> None:
         """Learn merge rules from one split.
 
-        The loss rule is the first with the fewest unmergeable logs and outputs.
+        The loss rule is the first of `rules` with the fewest unmergeable logs and outputs. Others with as few are its rivals, unless an
+        earlier split refuted them or they weight no log.
         """
         sizes, tolerance = trial.sizes, Tolerance.of(trial.whole.formats).relative
-        best: tuple[int, LossRule, MicroBatchWeights] | None = None
-        for rule in self._weights(trial.batch, sum(sizes), likely):
-            try:
-                terms = [share * sum(sizes) for share in shares(rule, trial.batches, sizes)]
-            except Exception as error:  # the user's function, declared for training batches, may fail on these
-                log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
+        found: dict[tuple[float, ...], Tables] = {}
+        fits: dict[LossRule, tuple[tuple[float, ...], Tables]] = {}
+        for rule in rules:
+            factors = self._shares(rule, trial.batches, sizes)
+            if factors is None:
                 continue
-            weights, tables = MicroBatchWeights(sizes, terms), Tables.of(self._rules.merge)
-            learn_results(tables, trial.whole, trial.runs, weights, tolerance=tolerance)
-            lacking = len(tables.unmergeable)
-            if best is None or lacking < best[0]:
-                best = (lacking, rule, weights)
-            if not lacking:
-                break
-        assert best is not None, "rows can always be counted"
-        self.rule = best[1]
-        troubles = learn_results(self.tables, trial.whole, trial.runs, best[2], tolerance=tolerance)
+            if factors not in found:
+                found[factors] = Tables.of(self._rules.merge)
+                weights = _weights(factors, sizes)
+                learn_results(found[factors], trial.whole, trial.runs, weights, tolerance=tolerance)
+            fits[rule] = factors, found[factors]
+        assert fits, "rows can always be counted"
+        self.rule = min(fits, key=lambda rule: len(fits[rule][1].unmergeable))
+        fewest = len(fits[self.rule][1].unmergeable)
+        self._refuted.update(rule for rule, (_, tables) in fits.items() if len(tables.unmergeable) > fewest)
+        others = fits.keys() - self._refuted - {self.rule}
+        self._rivals = {rule: paths for rule in others if (paths := _weighted(fits[rule][1]))}
+        weights = _weights(fits[self.rule][0], sizes)
+        troubles = learn_results(self.tables, trial.whole, trial.runs, weights, tolerance=tolerance)
         if troubles:
             raise SplitError(refusal_of_state(type(self._module).__name__, troubles))
+
+    def _shares(self, rule: LossRule, micro_batches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...] | None:
+        """Return the shares of micro-batches by a rule; None if it does not apply to them."""
+        try:
+            return tuple(shares(rule, micro_batches, sizes))
+        except Exception as error:  # the user's function, declared for training batches, may fail on these
+            log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
+            return None
 
     def _weights(self, batch: Any, rows: int, likely: LossRule) -> list[LossRule]:
         if self._predicts:
             return [LossRule("rows")]
         own = declared(self._rules)
-        first = [rule for rule in (own, likely) if rule is not None and not rule.adds]
-        return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
+        found = [rule for rule in (self.rule, own, likely, *candidates(batch, rows)) if rule is not None]
+        return [rule for rule in dict.fromkeys(found) if not rule.adds and may_count(rule, batch)]
+
+
+def _weights(factors: Sequence[float], sizes: Sequence[int]) -> MicroBatchWeights:
+    return MicroBatchWeights(sizes, [share * sum(sizes) for share in factors])
+
+
+def _weighted(tables: Tables) -> set[str]:
+    """Return the names of logs that are means by loss terms, and not the same in all micro-batches."""
+    rules = {path: tables.logs.all_rules(path) for path in tables.logs.paths}
+    return {path for path, fit in rules.items() if "mean" in fit and "equal" not in fit and not _is_size(path)}
+
+
+def _is_size(path: str) -> bool:
+    return path.startswith("batch_size of ")
+
+
+def _are_close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(math.isclose(*pair, abs_tol=_ROUNDING) for pair in zip(one, other, strict=True))
 
 
 def _is_certain(rules: frozenset[str], values: Sequence[Any], weights: MicroBatchWeights) -> bool:

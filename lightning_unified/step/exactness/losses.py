@@ -19,6 +19,7 @@ __all__ = [
     "candidates",
     "declared",
     "likeliest",
+    "may_count",
     "require_counts",
     "restored",
     "shares",
@@ -106,6 +107,17 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
                 found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
             later += _of_leaf(path, tensor, skip=IGNORED if is_label else None)
     return [*found, *later, LossRule("sum", adds=True)]
+
+
+def may_count(rule: LossRule, batch: Any) -> bool:
+    """Return whether a rule may hold for a batch.
+
+    A rule that sums a field holds only where the field may be a mask or weights: labels may look like a mask in some batches.
+    """
+    if not isinstance(rule.count, Terms) or rule.count.left_out is not None:
+        return True
+    leaf = leaf_at(batch, rule.count.path)
+    return leaf is None or leaf.dtype == torch.bool or _is_weight(leaf) or not bool(leaf.any())
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:

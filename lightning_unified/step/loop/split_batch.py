@@ -147,6 +147,13 @@ class SplitResults:
 
         return merge_tree(tables.outputs, values, weights, fallback=by_shape)
 
+    def undecided(self, weights: MicroBatchWeights) -> set[str]:
+        """Return the names of logs for which several means fit all checks, and differ here."""
+        calls = [(path_of_log(key), call) for key, call in self._logs.logged.items()]
+        return {
+            path for path, call in calls if _differ(_weights_that_fit(self._tables, path, *_weights_of(call, weights)))
+        }
+
     def _is_new(self, key: LogKey, call: Logged) -> bool:
         """Return whether the step itself logged a value that no check has seen."""
         is_value = isinstance(call.values[0], Tensor)
@@ -157,17 +164,12 @@ class SplitResults:
         path, tables = path_of_log(key), self._tables
         if isinstance(call.values[0], Metric):
             return call.values[-1], call.batch_sizes[-1]
-        sized = all(size is not None for size in call.batch_sizes)
-        own = MicroBatchWeights(
-            [weights.rows[index] for index in call.micro_batches],
-            [weights.terms[index] for index in call.micro_batches],
-        )
+        own, by_size = _weights_of(call, weights)
         batch_size = None
-        if sized:
+        if by_size is not None:
             rule = tables.logs.rule(f"batch_size of {path}")
             batch_size = call.batch_sizes[0] if rule == "equal" else sum(call.batch_sizes)
         values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in call.values]
-        by_size = MicroBatchWeights(own.rows, [float(size) for size in call.batch_sizes]) if sized else None
         return self._value(path, values, own, by_size, call), batch_size
 
     def _value(
@@ -183,7 +185,8 @@ class SplitResults:
         if declared in tables.logs.all_rules(path):
             rule = declared  # of several rules that fit so far
         try:
-            if by_size is not None and rule != "equal" and tables.sized_logs.rule(path) == "mean":
+            is_given = path in tables.logs.given
+            if by_size is not None and not is_given and rule != "equal" and tables.sized_logs.rule(path) == "mean":
                 return merged("mean", values, by_size)
             if rule is not None:
                 return merged(rule, values, weights)
@@ -304,6 +307,35 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
     if before is None or now is None:
         return before is now
     return before._version == version and (before is now or torch.equal(before, now))
+
+
+def _weights_of(call: Logged, weights: MicroBatchWeights) -> tuple[MicroBatchWeights, MicroBatchWeights | None]:
+    """Return the weights of the micro-batches that logged a value, and those by its `batch_size`."""
+    own = MicroBatchWeights(
+        [weights.rows[index] for index in call.micro_batches],
+        [weights.terms[index] for index in call.micro_batches],
+    )
+    if any(size is None for size in call.batch_sizes):
+        return own, None
+    return own, MicroBatchWeights(own.rows, [float(size) for size in call.batch_sizes])
+
+
+def _weights_that_fit(
+    tables: Tables, path: str, weights: MicroBatchWeights, by_size: MicroBatchWeights | None
+) -> list[Sequence[float]]:
+    """Return the weights of each mean that fits all checks of a logged value."""
+    rules = tables.logs.all_rules(path)
+    if "equal" in rules or path in tables.logs.given:
+        return []
+    fit = [one for rule, one in (("mean", weights.terms), ("mean of rows", weights.rows)) if rule in rules]
+    is_sized = by_size is not None and "mean" in tables.sized_logs.all_rules(path)
+    return [*fit, by_size.terms] if is_sized and by_size is not None else fit
+
+
+def _differ(several: Sequence[Sequence[float]]) -> bool:
+    """Return whether weights differ by more than a factor."""
+    shares = [[one / (sum(weights) or 1) for one in weights] for weights in several]
+    return any(abs(one - first) > 1e-6 for other in shares[1:] for one, first in zip(other, shares[0], strict=True))
 
 
 def _as_reduced(call: Logged, values: list[Tensor], weights: MicroBatchWeights) -> Any:

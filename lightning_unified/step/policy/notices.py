@@ -44,6 +44,20 @@ class Notices:
                 "micro-batches' values. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...))."
             )
 
+    def say_ambiguous(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn once of each logged value that several weighted means fit, with different results.
+
+        Args:
+            names: The names of the values, as logged.
+            phase: `"validation"`, `"test"` or `"predict"`.
+        """
+        for name in sorted(names):
+            self.say(
+                f"{name!r}, logged by {phase}_step, may differ from the whole batch's where a batch is split: the checks, of a few rows, fit "
+                "means of several weights (rows, loss terms, the logged batch_size). Give the weights in MicroBatchRules(loss_weight=...), or a "
+                "rule in MicroBatchRules(merge=MergeRules(logs=...)), or larger micro-batches."
+            )
+
     def say_drawn(self, names: Iterable[str], *, phase: str) -> None:
         """Warn once that random draws for each micro-batch change an evaluation's results.
 

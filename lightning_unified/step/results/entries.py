@@ -232,7 +232,12 @@ def _change(before: Any, after: Any) -> Any:
     if before is ABSENT:
         return _finite(after) if _is_number(after) or isinstance(after, (Tensor, np.ndarray)) else None
     numbers = _is_number(before) and _is_number(after)
-    tensors = isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
+    tensors = (
+        isinstance(before, Tensor)
+        and isinstance(after, Tensor)
+        and before.shape == after.shape
+        and before.layout is after.layout is torch.strided
+    )
     arrays = (
         isinstance(before, np.ndarray) and before.dtype.kind in "iufc" and getattr(after, "shape", None) == before.shape
     )
@@ -243,6 +248,8 @@ def _change(before: Any, after: Any) -> Any:
 
 def _finite(change: Any) -> Any:
     if isinstance(change, Tensor):
+        if change.layout is not torch.strided:
+            return None  # of sparse tensors, some operations are missing
         return change if change.dtype != torch.bool and torch.isfinite(change).all() else None
     if isinstance(change, np.ndarray) and change.dtype.kind not in "iufc":
         return None

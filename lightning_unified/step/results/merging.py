@@ -141,6 +141,7 @@ def _largest(values: Sequence[Any]) -> float:
 def _size(value: Any) -> float:
     """Return the largest finite magnitude in a number, tensor or array; 0.0 if there is none."""
     entries = torch.as_tensor(value).detach()
+    entries = entries.coalesce().values() if entries.layout is torch.sparse_coo else entries
     finite = entries[entries.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
@@ -206,7 +207,15 @@ def same(one: Any, other: Any, *, tolerance: float = 0.0, size: float = 0.0) -> 
 
 
 def _same_tensors(one: Tensor, other: Tensor, tolerance: float, size: float) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse or other.is_sparse:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout is not other.layout:
+        return False
+    if one.layout is torch.sparse_coo:
+        one, other = one.coalesce(), other.coalesce()
+        places = one.indices().shape == other.indices().shape and bool(
+            (one.indices() == other.indices().to(one.device)).all()
+        )
+        return places and _same_tensors(one.values(), other.values(), tolerance, size)
+    if one.layout is not torch.strided:
         return False
     if one.device != other.device:
         other = other.to(one.device)

@@ -3,7 +3,8 @@
 A step that ran out of memory is repeated with smaller micro-batches. The repeated step must start from the same state as the
 first one. The step may change any object that it can reach, so all of them are recorded before it runs:
 
-1. *Roots*: the module, the user's callbacks, optimizer options, schedulers, and the variables that the step's methods name (`roots`).
+1. *Roots*: the module, the user's callbacks, optimizer options, schedulers, variables that the step's functions name, and attributes of
+   classes (`roots`, `functions`, `names`).
 2. *Walk*: from the roots through submodules, containers and plain objects, to *cells* and tensors. A cell is an object with contents
    that can be replaced, such as an attribute dict, a list or a closure variable (`walk`, `kinds`, `cells`).
 3. *Record*: cells get a shallow copy of their contents. Small tensors are copied. Large ones are guarded by version counter and
@@ -15,10 +16,12 @@ Restored are:
 - attributes of the LightningModule and its submodules, of the user's callbacks, and of plain objects that these hold;
 - dicts, lists, sets and deques in these attributes, and nested ones;
 - buffers, plain tensors, frozen parameters and NumPy arrays that were written in place;
+- buffers and attributes of TorchScript modules;
 - torchmetrics objects, wherever they are held;
 - generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators, also of `itertools`
   (`iterators`);
-- globals and closure variables that the step's methods name, and the objects in them;
+- globals and closure variables that the step's functions name, and the objects in them; attributes of users' classes (`functions`);
+- attributes of parameters and of the Trainer, queues, and the arguments of `functools.partial`;
 - options of parameter groups, attributes of learning rate schedulers, and the batch (`BatchWatch`).
 
 Trained parameters, their gradients and the optimizer's state are recorded elsewhere (`step.recovery`), because they are as large as the
@@ -27,7 +30,7 @@ model.
 Not restored are:
 
 - trained parameters that a step replaces by other objects;
-- state that is reachable only through functions that the step calls, and attributes of classes;
+- state that only functions reach which `functions` does not find;
 - objects of Lightning, torch and the standard library;
 - files, sockets, other processes' memory, and iterators over files and of a `DataLoader`;
 - values inside the entries of containers with more than 1,000 entries; the entries themselves are restored.

@@ -134,8 +134,8 @@ def _put_tail(target: list[Any], length: int, value: list[Any]) -> None:
 def _put_entry(cell: Cell, name: Any, value: Any) -> None:
     if value is not ABSENT:
         cell.put(name, value)
-    elif isinstance(cell.target, dict):
-        cell.target.pop(name, None)
+    else:
+        cell.remove(name)
 
 
 def _changed_tensors(noted: Noted, entries: Iterable[tuple[FoundTensor, Tensor | None]]) -> Iterator[Change]:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from lightning_unified.step.undo.states import Drawn
 __all__ = ["NotedIterators", "put_stand_ins"]
 
 _Entry = tuple[Cell, Any, Any]  # a cell, a name in it, and the iterator or tuple of iterators there
+_Replaced = tuple[Cell, Any, Any, Any]  # the same, and the stand-in
 _Memo = dict[int, tuple[Any, Any]]  # by id: an iterator, kept alive, and its copy
 
 _WIDEST = 1000  # entries of a container that are searched for iterators
@@ -57,12 +58,26 @@ class NotedIterators:
 
     Args:
         found: Each with its cell and name, after `put_stand_ins`.
+        replaced: The result of `put_stand_ins`.
     """
 
-    def __init__(self, found: Iterable[_Entry]) -> None:
+    def __init__(self, found: Sequence[_Entry], replaced: Iterable[_Replaced] = ()) -> None:
         memo: _Memo = {}
+        sources = {(id(cell.target), name): value for cell, name, value, other in replaced if not _drains(value, other)}
+        self._sources = [(cell, name, sources.get((id(cell.target), name), value)) for cell, name, value in found]
         self._found = [(cell, name, _copied(value, memo)) for cell, name, value in found]
         self._draws = {id(one): (one, one.draws) for _, _, value in self._found for one in _stand_ins_in(value)}
+
+    def lend(self) -> None:
+        """Put copies in place until `give_back`, so that nothing advances the iterators themselves."""
+        memo: _Memo = {}
+        for cell, name, value in self._found:
+            cell.put(name, _copied(value, memo))
+
+    def give_back(self) -> None:
+        """Put the iterators themselves in place, also those that a stand-in had replaced."""
+        for cell, name, value in self._sources:
+            cell.put(name, value)
 
     def restore(self) -> list[UndoError]:
         """Restore copies of the iterators; return an error for each stand-in that was drawn from."""
@@ -75,20 +90,27 @@ class NotedIterators:
         return errors
 
 
-def put_stand_ins(found: Iterable[_Entry]) -> bool:
-    """Replace each iterator that cannot be copied, and return whether there was one.
+def put_stand_ins(found: Iterable[_Entry]) -> list[_Replaced]:
+    """Replace each iterator that cannot be copied, and return these with their stand-ins.
 
     An `itertools.tee` takes the place of an iterator that only advances when a value is drawn: both yield the same values, and a tee can
     be copied. A `Drawn` takes the place of any other, such as a Python generator, which may run a user's function at each draw.
     """
     put: dict[int, Any] = {}
-    changed = False
+    replaced: list[_Replaced] = []
     for cell, name, value in found:
         stand_in = _stand_in(value, put)
         if stand_in is not value:
             cell.put(name, stand_in)
-            changed = True
-    return changed
+            replaced.append((cell, name, value, stand_in))
+    return replaced
+
+
+def _drains(value: Any, stand_in: Any) -> bool:
+    """Return whether a stand-in draws from `value` before the values are used, as a tee does."""
+    if isinstance(value, tuple):
+        return any(_drains(*pair) for pair in zip(value, stand_in, strict=True))
+    return type(stand_in) is _TEE and stand_in is not value
 
 
 def _stand_in(value: Any, put: dict[int, Any]) -> Any:

@@ -4,6 +4,7 @@ import array
 import enum
 import functools
 import itertools
+import queue
 import random
 import sys
 import types
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_unified.step.undo.states import Drawn
 
-__all__ = ["Kind", "holds_iterators", "is_ours", "kind_of"]
+__all__ = ["Kind", "holds_iterators", "is_ours", "is_skipped", "kind_of"]
 
 
 class Kind(enum.Enum):
@@ -39,6 +40,7 @@ class Kind(enum.Enum):
     OBJECT = enum.auto()  # recorded by its attributes
     STATE = enum.auto()  # has a state that can be read and set: generators, bytearrays
     ITERATOR = enum.auto()
+    PARTIAL = enum.auto()  # of functools: its arguments are visited
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
@@ -51,6 +53,7 @@ _STATES = (
     torch.Generator,
     bytearray,
     array.array,
+    queue.SimpleQueue,
 )
 _ITERATORS: tuple[type, ...] = (
     *(kind for kind in vars(itertools).values() if isinstance(kind, type) and hasattr(kind, "__next__")),
@@ -84,7 +87,7 @@ _ENGINES = frozenset(
     {"torch", "lightning", "lightning_unified", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 )
 # In the standard library only these modules hold state that a step changes and that attributes can restore.
-_OPAQUE = (_ENGINES | frozenset(sys.stdlib_module_names)) - {"collections", "types", "__main__"}
+_OPAQUE = (_ENGINES | frozenset(sys.stdlib_module_names)) - {"collections", "types", "queue", "__main__"}
 # Base classes of users' objects that a step does not change: data, loggers, and the Trainer's own parts.
 _NOT_OF_STEPS = (Trainer, Strategy, Logger, LightningDataModule, Optimizer, DataLoader, Dataset, Sampler)
 _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
@@ -99,6 +102,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
     (set, Kind.SET),
     (deque, Kind.DEQUE),
     (tuple, Kind.TUPLE),
+    (functools.partial, Kind.PARTIAL),
     (_ITERATORS, Kind.ITERATOR),
 )
 
@@ -126,4 +130,9 @@ def is_ours(kind: type) -> bool:
 
     It skips classes of the standard library, torch, Lightning and this package.
     """
-    return kind.__module__.partition(".")[0] in _OPAQUE
+    return is_skipped(kind.__module__)
+
+
+def is_skipped(module: Any) -> bool:
+    """Return whether `module`, the name of a Python module, belongs to one of these libraries."""
+    return isinstance(module, str) and module.partition(".")[0] in _OPAQUE

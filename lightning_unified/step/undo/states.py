@@ -3,6 +3,7 @@
 import array
 import copy
 import functools
+import queue
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +91,16 @@ def _set_entries(value: Any, entries: Any) -> None:
     value[:] = entries
 
 
+def _set_length(values: "queue.SimpleQueue[Any]", length: int) -> None:
+    """Take out the entries that were added after the first `length`."""
+    if values.qsize() < length:
+        raise UndoError("a queue.SimpleQueue that entries were taken from, which cannot be put back")
+    if values.qsize() > length:
+        entries = [values.get_nowait() for _ in range(values.qsize())]
+        for entry in entries[:length]:
+            values.put(entry)
+
+
 _ACCESS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
     (random.Random, random.Random.getstate, random.Random.setstate),
     (np.random.Generator, lambda value: value.bit_generator.state, _set_generator),
@@ -97,6 +108,7 @@ _ACCESS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[An
     (np.random.BitGenerator, lambda value: value.state, _set_bit_generator),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     ((bytearray, array.array), copy.copy, _set_entries),
+    (queue.SimpleQueue, queue.SimpleQueue.qsize, _set_length),
 )
 
 

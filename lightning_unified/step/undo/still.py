@@ -4,12 +4,12 @@ import functools
 import sys
 from collections.abc import Iterable, Sequence, Sized
 from itertools import chain
-from operator import eq, is_
+from operator import eq, getitem, is_
 from typing import Any, NoReturn
 
 import numpy as np
 
-from lightning_unified.step.undo.cells import Cell, MappingCell, are_same
+from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, NamesCell, are_same
 
 __all__ = ["DictVersions", "StillCells", "holds"]
 
@@ -202,12 +202,14 @@ class _Copies:
         self._entries: list[Any] = []  # their entries, one after another
         self._sized: list[Sized] = list(counted)
         for cell, noted in cells:
-            if not noted:
+            if not noted and not isinstance(cell, ClassCell):
                 self._empty.append(cell.target)
                 continue
-            self._sized.append(cell.target)
-            if isinstance(cell, MappingCell) and cell.skip:
-                self._owners += [cell.target] * len(noted)
+            owner = vars(cell.target) if isinstance(cell, ClassCell) else cell.target
+            if not isinstance(cell, NamesCell):  # other names come and go beside its own
+                self._sized.append(owner)
+            if isinstance(cell, (ClassCell, NamesCell)) or (isinstance(cell, MappingCell) and cell.skip):
+                self._owners += [owner] * len(noted)
                 self._names += noted
                 self._attributes += noted.values()
                 continue
@@ -224,7 +226,7 @@ class _Copies:
         if any(self._empty) or not all(map(eq, map(len, self._sized), self._lengths)):
             return False
         try:
-            attributes = map(dict.__getitem__, self._owners, self._names)
+            attributes = map(getitem, self._owners, self._names)
             entries = chain.from_iterable(self._views)
             return all(map(is_, attributes, self._attributes)) and all(map(is_, entries, self._entries))
         except (KeyError, RuntimeError):  # an attribute is gone, or another thread changes a container meanwhile

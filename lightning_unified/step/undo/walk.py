@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit._script import RecursiveScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_unified.step.undo.cells import Cell, MappingCell, Path, cells_of
+from lightning_unified.step.undo.cells import Cell, MappingCell, Path, ScriptCell, cells_of
 from lightning_unified.step.undo.kinds import Kind, holds_iterators, kind_of
 
 __all__ = ["Found", "FoundTensor", "Walk"]
@@ -110,6 +111,9 @@ class Walk:
         is_metric = isinstance(module, Metric)
         skip = _OF_METRICS if is_metric else _OF_MODULES
         self._add(MappingCell(vars(module), path, style="attribute", skip=skip), 0, is_metric=is_metric)
+        if isinstance(module, RecursiveScriptModule):
+            self._script(module, path)
+            return self._finish()
         for name in ("_modules", *_TENSOR_DICTS):
             entries = vars(module).get(name)
             if entries:
@@ -120,10 +124,22 @@ class Walk:
                     self._tensors(cell, is_norm=isinstance(module, _NormBase), is_buffer=name == "_buffers")
         return self._finish()
 
+    def _script(self, module: RecursiveScriptModule, path: Path) -> None:
+        """Visit a TorchScript module, which holds its contents outside of Python."""
+        self._add(ScriptCell(module, path), 0, is_metric=False)
+        self.found.modules += [(child, (path, name, "attribute")) for name, child in module.named_children()]
+        for name, parameter in module.named_parameters(recurse=False):
+            if self._is_new(parameter):
+                self.found.tensors.append(FoundTensor(parameter, (path, name, "attribute"), (id(module), name)))
+
     def _tensors(self, cell: Cell, *, is_norm: bool, is_buffer: bool) -> None:
         if self._is_seen(cell.target):
             return
         noted = cell.copy()
+        for name, tensor in noted.items():
+            if type(tensor) in (Tensor, nn.Parameter):
+                path = (cell.path, name, "attribute")
+                self._add(MappingCell(vars(tensor), path, style="attribute"), 0, is_metric=False)
         if all(id(tensor) in self._trained for tensor in noted.values()):
             return  # true of most dicts of parameters; comparing them before every step would take a third of the time
         self.found.cells.append((cell, noted))
@@ -187,6 +203,9 @@ class Walk:
             if depth < _DEEPEST:
                 for index, entry in enumerate(value):
                     self._take(None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1)
+        elif kind is Kind.PARTIAL:
+            for name_, part in (("args", value.args), ("keywords", value.keywords), ("func", value.func)):
+                self._take(None, name_, part, kind_of(type(part)), (path, name_, "attribute"), depth + 1)
         elif kind is Kind.MODULE:
             found.modules.append((value, path))
         elif kind is Kind.STATE:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import UndoError
-from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
+from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, ScriptCell, SlotsCell, path_text
 from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
 from lightning_unified.step.undo.kinds import Kind, holds_iterators
 from lightning_unified.step.undo.roots import Roots
@@ -20,7 +20,7 @@ from lightning_unified.step.undo.walk import Found, FoundTensor, Walk
 
 __all__ = ["BatchWatch", "Noted", "StateWatch"]
 
-_ALWAYS = (NamesCell, ClosureCell, SlotsCell, LongCell)  # few cells, so they are copied before every step
+_ALWAYS = (ClosureCell, SlotsCell, LongCell, ScriptCell)  # few cells, so they are copied before every step
 _SMALL_ARRAY = 1 << 16  # bytes
 
 
@@ -59,11 +59,19 @@ class StateWatch:
         if changing.modules:  # new modules since the last scan
             still = self._scan()
             changing = self._of_changing()
-        if put_stand_ins(changing.iterators):
+        replaced = put_stand_ins(changing.iterators)
+        if replaced:
             changing = self._of_changing()
         tensors = [*changing.tensors, *_tensors_of(changing), *_tensors_of(self._found)]
         noted = None if self._tensors is None else self._tensors.note(self._found.tensors, tensors)
-        return Noted(still, self._found, changing, noted, metric_paths=self._metrics.keys())
+        return Noted(
+            still,
+            self._found,
+            changing,
+            noted,
+            iterators=NotedIterators(changing.iterators, replaced),
+            metric_paths=self._metrics.keys(),
+        )
 
     def look(self) -> None:
         """Find the state without recording it."""
@@ -122,13 +130,14 @@ class StateWatch:
                 met += [one for one in others if id(one[0]) not in self._modules]
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
         owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)
-        empty = [entries for entries in owned if entries is not None and not entries]
+        empty = [entries for entries in owned if isinstance(entries, dict) and not entries]
         self._still = StillCells(self._found.cells, empty=empty, counted=roots.parameters)
         return self._still
 
     def _is_copied_always(self, cell: Cell, entries: Sequence[tuple[Any, Any, Kind]]) -> bool:
         return (
             isinstance(cell, _ALWAYS)
+            or (isinstance(cell, NamesCell) and cell.lacks_names)
             or id(cell.target) in self._changing
             or any(
                 kind in (Kind.ARRAY, Kind.ITERATOR)
@@ -147,6 +156,7 @@ class Noted:
         scanned: The values with a state, and the arrays, that the scan found.
         changing: The cells and values that are recorded before every step.
         tensors: The tensors' values; None where they are not recorded.
+        iterators: Iterators, as `iterators` keeps them.
         metric_paths: Paths of torchmetrics objects.
 
     Attributes:
@@ -161,12 +171,13 @@ class Noted:
         changing: Found,
         tensors: NotedTensors | None,
         *,
+        iterators: NotedIterators,
         metric_paths: Collection[str] = (),
     ) -> None:
         self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells
         self.states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
-        self._iterators = NotedIterators(changing.iterators)
+        self.iterators = iterators
         small = (one for one in (*scanned.arrays, *changing.arrays) if one[0].nbytes <= _SMALL_ARRAY)
         self.arrays = [(array, array.copy(), path) for array, path, _ in small]
 
@@ -200,9 +211,16 @@ class Noted:
                 cell.restore(contents)
             except UndoError as error:
                 errors.append(error)
-        errors += self._iterators.restore()
-        for value, state, _ in self.states:
-            set_state(value, state)
+        errors += self.iterators.restore()
+        for value, state, path in self.states:
+            try:
+                set_state(value, state)
+            except UndoError as error:
+                errors.append(
+                    UndoError(
+                        f"a step that is undone had changed {path_text(path)}, {error}, so the step cannot be repeated exactly."
+                    )
+                )
         for array, entries, _ in self.arrays:
             if array.flags.writeable:
                 array[...] = entries

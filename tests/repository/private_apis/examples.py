@@ -98,6 +98,7 @@ _MAKERS: dict[str, Any] = {
     "PretrainedConfig": lambda: _transformers("PretrainedConfig"),
     "RNN": lambda: nn.RNN(1, 1),
     "RandomState": lambda: np.random.RandomState(0),
+    "ScriptModule": lambda: torch.jit.script(nn.ReLU()),
     "SparseTensor": lambda: torch.eye(2).to_sparse(),
     "Storage": lambda: torch.zeros(1).untyped_storage(),
     "Tensor": lambda: torch.zeros(1),

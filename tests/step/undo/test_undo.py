@@ -4,18 +4,22 @@ The same holds for a check, a probe and a dry run.
 """
 
 import copy
+import queue
 
 import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.functional.classification import multiclass_accuracy as metric_functional
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.errors import RunError
+from lightning_unified.errors import RunError, UndoError
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
+from lightning_unified.step.undo import TRAINING_STEP
+from lightning_unified.step.undo.functions import reached_functions
 from tests.support.lanes import crossed
-from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals
+from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Holds, Plain, forget_globals
 
 ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))
@@ -250,8 +254,32 @@ def test_metrics_are_found_wherever_a_module_holds_them():
     assert module.late["deep"][0]["a"] in metrics_of(module)
 
 
-def is_short():
-    return bool(FAULTS["at"])
+def test_a_simple_queue_that_a_failed_step_took_from_is_named():
+    def taken(kept):
+        if not kept.empty():
+            kept.get()
+        return 1
+
+    with pytest.raises(UndoError, match=r"had changed Holds\.kept, a queue\.SimpleQueue that entries were taken from"):
+        train(lambda: Holds(filled, taken), at=[2], batch_size=1)
+
+
+class CallsAPackage(Plain):
+    def draw(self):
+        return float(metric_functional(torch.eye(3), torch.arange(3), num_classes=3))
+
+
+def test_functions_of_installed_packages_are_left_alone():
+    packages = {one.__module__.partition(".")[0] for one in reached_functions(CallsAPackage(), TRAINING_STEP)}
+
+    assert packages == {"tests"}
+
+
+def filled():
+    kept = queue.SimpleQueue()
+    kept.put(1)
+    kept.put(2)
+    return kept
 
 
 class InnerBackward(Plain):
@@ -266,7 +294,7 @@ class InnerBackward(Plain):
         torch.nn.functional.cross_entropy(self.net(x), batch[1]).backward()
         if self.drops:
             self.zero_grad()
-        if len(x) > 2 and is_short():
+        if len(x) > 2 and Fails.is_planned():
             raise torch.OutOfMemoryError(TEXT)
         return super().training_step((x.detach() + 0.1 * x.grad.sign(), batch[1]), batch_idx)
 

@@ -5,7 +5,9 @@ Each scales its loss by `draw`, which reads the state and advances it.
 
 import collections
 import copy
+import functools
 import itertools
+import queue
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -34,6 +36,11 @@ class Fails(torch.autograd.Function):
         if FAULTS["calls"] in FAULTS["at"]:
             raise torch.OutOfMemoryError(TEXT)
         return gradient
+
+    @staticmethod
+    def is_planned():
+        """Return whether memory is to run out; the step does not name this method's globals."""
+        return bool(FAULTS["at"])
 
 
 class Plain(L.LightningModule):
@@ -175,6 +182,85 @@ class NamesGlobals(Plain):
         return super().training_step(batch, batch_idx) * (len(GLOBAL_LIST) + GLOBAL_RNG.random() + SMOOTH.value)
 
 
+REACHED = {"method": 0, "submodule": 0, "function": [0]}
+
+
+def _counts_deep():
+    REACHED["function"].append(len(REACHED["function"]))
+    return sum(REACHED["function"])
+
+
+def _counts():
+    return _counts_deep()
+
+
+class CountsInForward(nn.Module):
+    """Changes a global in a method that its forward calls."""
+
+    def forward(self):
+        return self.counted
+
+    @property
+    def counted(self):
+        REACHED["submodule"] += 1
+        return REACHED["submodule"]
+
+
+class ReachesGlobals(Plain):
+    """Changes globals in a helper method, in a submodule's forward, and in functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = CountsInForward()
+
+    def draw(self):
+        return self.helper() / (self.counts() + _counts())
+
+    def helper(self):
+        REACHED["method"] += 1
+        return REACHED["method"]
+
+
+class Registry:
+    """Counts in class attributes, and creates one."""
+
+    count, seen = 0, []
+
+    @classmethod
+    def add(cls):
+        cls.count += 1
+        cls.late = getattr(cls, "late", 0) + 1
+        cls.seen.append(cls.count)
+        return cls.late + sum(cls.seen)
+
+
+class WritesClasses(Plain):
+    """Changes attributes of its own class and of a class that it names."""
+
+    steps = 0
+
+    def draw(self):
+        type(self).steps += 1
+        return 1 / (self.steps + Registry.add())
+
+
+class WritesTrainer(Plain):
+    """Counts in an attribute of the Trainer, which the first step creates."""
+
+    def draw(self):
+        self.trainer.count = getattr(self.trainer, "count", 0) + 1
+        return 1 / self.trainer.count
+
+
+class MarksParameters(Plain):
+    """Keeps a number and a list as attributes of a trained parameter."""
+
+    def draw(self):
+        weight = self.net[0].weight
+        weight.count = getattr(weight, "count", 0) + 1
+        return 1 / weight.count
+
+
 def closes_over():
     """Return a module whose step rebinds a variable of this function.
 
@@ -198,6 +284,37 @@ class Record:
 
     count: int = 0
     inner: SimpleNamespace | None = None
+
+
+class Scripted(nn.Module):
+    """Changes state of every kind that TorchScript has."""
+
+    count: int
+    seen: list[int]
+    totals: dict[str, int]
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("written", torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.norm = nn.BatchNorm1d(2)
+        self.count, self.seen, self.totals = 0, [0], {"sum": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        self.totals["sum"] += self.count
+        self.replaced = self.replaced + 0.1
+        self.written.add_(0.1)
+        self.frozen.add_(0.1)
+        numbers = self.count + len(self.seen) + self.totals["sum"]
+        return (
+            numbers
+            + (self.replaced + self.written + self.frozen).sum()
+            + self.norm(x).detach().sum()
+            + self.norm.running_mean[0]
+        )
 
 
 class Slotted:
@@ -244,6 +361,14 @@ HELD = {
     "ordered dict": (lambda: collections.OrderedDict(a=1, b=2, c=3), _moves_ordered),
     "default dict": (lambda: collections.defaultdict(int), lambda kept: kept.update(a=kept["a"] + 1) or kept["a"]),
     "counter": (collections.Counter, lambda kept: kept.update("a") or kept["a"]),
+    "queue": (queue.Queue, lambda kept: kept.put(1) or kept.qsize() + kept.unfinished_tasks),
+    "priority queue": (queue.PriorityQueue, lambda kept: kept.put(kept.qsize()) or kept.qsize()),
+    "simple queue": (queue.SimpleQueue, lambda kept: kept.put(1) or kept.qsize()),
+    "partial": (lambda: functools.partial(list.append, [0]), lambda kept: kept(1) or len(kept.args[0])),
+    "keywords of a partial": (
+        lambda: functools.partial(dict, seen=[0]),
+        lambda kept: kept()["seen"].append(1) or len(kept()["seen"]),
+    ),
     "bytearray": (lambda: bytearray(b"a"), lambda kept: kept.append(len(kept)) or len(kept)),
     "array": (lambda: np.zeros(3), _moves_array),
     "large array": (lambda: np.zeros(20_000), _moves_array),
@@ -256,6 +381,14 @@ HELD = {
     "list iterator": (lambda: iter(list(range(99))), next),
     "own object": (lambda: Record(inner=SimpleNamespace(count=0)), _moves_record),
     "object with slots": (Slotted, _moves_slots),
+    "TorchScript module": (
+        lambda: torch.jit.script(Scripted()),
+        lambda kept: kept(torch.ones(2, 2)),
+    ),
+    "traced module": (
+        lambda: torch.jit.trace(nn.BatchNorm1d(2), torch.ones(2, 2)),
+        lambda kept: kept(torch.ones(2, 2)).detach().sum() + kept.running_mean.sum(),
+    ),
     "module in a list": (
         lambda: [nn.BatchNorm1d(2)],
         lambda kept: kept[0](torch.ones(2, 2)).sum() + kept[0].running_mean.sum(),
@@ -270,13 +403,21 @@ KINDS = {
     "metrics": Metered,
     "optimizer_step and hooks": Schedules,
     "globals": NamesGlobals,
+    "reached globals": ReachesGlobals,
+    "class attributes": WritesClasses,
+    "attributes of the Trainer": WritesTrainer,
+    "attributes of parameters": MarksParameters,
     "closure variables": closes_over,
 }
 
 
 def forget_globals():
-    """Reset the globals that `NamesGlobals` names."""
+    """Reset the globals and class attributes that the modules change."""
     globals().update(GLOBAL_COUNT=0)
+    REACHED.update(method=0, submodule=0, function=[0])
+    WritesClasses.steps, Registry.count, Registry.seen = 0, 0, []
+    if "late" in vars(Registry):
+        del Registry.late
     GLOBAL_LIST.clear()
     GLOBAL_RNG.seed(0)
     SMOOTH.value = None

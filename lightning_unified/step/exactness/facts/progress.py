@@ -18,8 +18,9 @@ import lightning as L
 from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
+from lightning_unified.step.undo.functions import hook_functions
 from lightning_unified.step.undo.kinds import is_ours
-from lightning_unified.step.undo.roots import names_of
+from lightning_unified.step.undo.names import names_of
 
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
 
@@ -291,7 +292,7 @@ class OutsideFacts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._cells = names_of(module, ("training_step",))
+        self._cells = names_of(hook_functions(module, ("training_step",)))
 
     def now(self) -> frozenset[Fact]:
         """Return the current facts."""

@@ -35,6 +35,7 @@ from tests.support.modules.writing import (
     RunningMean,
     SeenRows,
     Smallest,
+    Sparse,
     Spectral,
     Teacher,
     Writes,
@@ -61,6 +62,7 @@ SAME = [
     Kept,
     Spectral,
     InstanceNorm,
+    Sparse,
     Nothing,
 ]
 
