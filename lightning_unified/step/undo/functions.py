@@ -1,21 +1,16 @@
-"""Find the functions that a step may call, and the classes whose attributes it may change."""
+"""Find the methods that a step may call, and the classes whose attributes it may change."""
 
 import functools
-import sys
-from collections.abc import Collection, Iterable, Iterator
-from pathlib import PurePath
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
 from lightning_unified.step.undo.cells import Cell, ClassCell
 from lightning_unified.step.undo.kinds import is_ours, is_skipped
-from lightning_unified.step.undo.names import named_globals
 
 __all__ = ["class_cells", "hook_functions", "reached_functions"]
-
-_DEEPEST = 2  # levels of module-level functions that are followed from a method
 
 
 def hook_functions(owner: Any, hooks: Iterable[str]) -> list[FunctionType]:
@@ -27,61 +22,32 @@ def hook_functions(owner: Any, hooks: Iterable[str]) -> list[FunctionType]:
 
 
 def reached_functions(module: nn.Module, hooks: Iterable[str]) -> list[FunctionType]:
-    """Return the functions that a step of `module` may call, as far as names tell.
+    """Return the methods that a step of `module` may call, as far as names tell.
 
-    These are the methods `hooks` of `module`, and the `forward` methods of its submodules. Methods of these classes follow if a function
-    found so far names them. Module-level functions follow over two levels, except those of installed packages that have none of these
-    classes: such a package, a logger for instance, may share its objects with other threads. Functions of torch, Lightning and the
-    standard library are left out.
+    These are the methods `hooks` of `module`, and the `forward` methods of its submodules. Methods of these classes follow if a method
+    found so far names them. Module-level functions do not follow: what they keep may be shared with loggers, threads and tests. Methods of
+    torch, Lightning and the standard library are left out.
     """
-    classes = _classes_of(module)
-    methods, packages = _methods_by_name(classes), _packages_of(classes)
-    first = [*hook_functions(module, hooks), *methods.get("forward", ())]
-    found = dict.fromkeys(_with_wrapped(first))
-    queue = [(function, 0) for function in found]
+    methods = _methods_by_name(_classes_of(module))
+    found = dict.fromkeys(_with_wrapped([*hook_functions(module, hooks), *methods.get("forward", ())]))
+    queue = list(found)
     while queue:
-        function, depth = queue.pop()
-        named = [one for name in _names_in(function.__code__) for one in methods.get(name, ())]
-        called = [one for one in _called(function) if _is_known(one.__module__, packages)] if depth < _DEEPEST else []
-        for others, level in ((named, 0), (called, depth + 1)):
-            new = [one for one in _with_wrapped(others) if one not in found]
-            found.update(dict.fromkeys(new))
-            queue += [(one, level) for one in new]
+        named = [one for name in _names_in(queue.pop().__code__) for one in methods.get(name, ())]
+        new = [one for one in _with_wrapped(named) if one not in found]
+        found.update(dict.fromkeys(new))
+        queue += new
     return list(found)
 
 
-def class_cells(module: nn.Module, functions: Iterable[FunctionType]) -> list[Cell]:
-    """Return the attributes of users' classes.
-
-    These are the classes of `module` and its submodules, and those that `functions` name.
-    """
-    classes = _classes_of(module)
-    packages = _packages_of(classes)
-    values = [function.__globals__.get(name) for function in functions for name in named_globals(function)]
-    named = [base for value in values if isinstance(value, type) for base in value.__mro__ if not is_ours(base)]
-    known = [one for one in named if _is_known(one.__module__, packages)]
-    return [ClassCell(one, (None, one.__name__, "global")) for one in dict.fromkeys([*classes, *known])]
+def class_cells(module: nn.Module) -> list[Cell]:
+    """Return the attributes of the users' classes of `module` and its submodules."""
+    return [ClassCell(one, (None, one.__name__, "global")) for one in _classes_of(module)]
 
 
 def _classes_of(module: nn.Module) -> list[type]:
     """Return the users' classes of `module` and its submodules, with their bases."""
     kinds = dict.fromkeys(type(child) for child in module.modules())
     return list(dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_ours(base)))
-
-
-def _packages_of(classes: Iterable[type]) -> set[str]:
-    return {one.__module__.partition(".")[0] for one in classes}
-
-
-def _is_known(module: Any, packages: Collection[str]) -> bool:
-    """Return whether the module of this name is in one of `packages`, or not installed as a package."""
-    return isinstance(module, str) and (module.partition(".")[0] in packages or not _is_installed(module))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(module: str) -> bool:
-    path = getattr(sys.modules.get(module), "__file__", None) or ""
-    return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(path).parts)
 
 
 def _methods_by_name(classes: Iterable[type]) -> dict[str, list[FunctionType]]:
@@ -135,17 +101,6 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-
-
-def _called(function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the functions that `function` names, directly or in a user's module."""
-    scope, names = function.__globals__, _names_in(function.__code__)
-    for name in named_globals(function):
-        value = scope.get(name)
-        held = [value]
-        if isinstance(value, ModuleType) and not is_skipped(value.__name__):
-            held = [vars(value).get(one) for one in names]
-        yield from (one for one in held if isinstance(one, FunctionType))
 
 
 @functools.lru_cache(maxsize=4096)

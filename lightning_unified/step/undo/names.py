@@ -9,7 +9,7 @@ from typing import Any
 from lightning_unified.step.undo.cells import Cell, ClosureCell, NamesCell, cells_of
 from lightning_unified.step.undo.kinds import Kind
 
-__all__ = ["named_globals", "names_of"]
+__all__ = ["names_of"]
 
 _FIXED = (FunctionType, BuiltinFunctionType, type)  # these change only where a function assigns their name
 
@@ -38,12 +38,6 @@ def names_of(functions: Iterable[FunctionType]) -> list[Cell]:
         if used
     ]
     return [*globals_, *cells.values()]
-
-
-def named_globals(function: FunctionType) -> frozenset[str]:
-    """Return the globals that `function`, or a function nested in it, names."""
-    loaded, stored = _names_in(function.__code__)
-    return loaded | stored
 
 
 def _holds_function(cell: CellType) -> bool:

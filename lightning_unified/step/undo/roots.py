@@ -56,7 +56,7 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
         steps: Names of the methods that run in a step.
     """
     functions = reached_functions(module, steps)
-    roots = Roots([(module, type(module).__name__)], [*names_of(functions), *class_cells(module, functions)])
+    roots = Roots([(module, type(module).__name__)], [*names_of(functions), *class_cells(module)])
     if trainer is None:
         return roots
     roots.cells.append(MappingCell(vars(trainer), (None, "trainer", "global"), style="attribute", skip=_STOPS))

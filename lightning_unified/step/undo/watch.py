@@ -195,7 +195,7 @@ class Noted:
         Raises:
             UndoError: If one was drawn from that cannot be put back.
         """
-        for error in self._iterators.restore():
+        for error in self.iterators.restore():
             raise error
 
     def restore(self) -> None:

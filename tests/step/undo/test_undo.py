@@ -10,14 +10,11 @@ import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.functional.classification import multiclass_accuracy as metric_functional
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import RunError, UndoError
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
-from lightning_unified.step.undo import TRAINING_STEP
-from lightning_unified.step.undo.functions import reached_functions
 from tests.support.lanes import crossed
 from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Holds, Plain, forget_globals
 
@@ -264,22 +261,15 @@ def test_a_simple_queue_that_a_failed_step_took_from_is_named():
         train(lambda: Holds(filled, taken), at=[2], batch_size=1)
 
 
-class CallsAPackage(Plain):
-    def draw(self):
-        return float(metric_functional(torch.eye(3), torch.arange(3), num_classes=3))
-
-
-def test_functions_of_installed_packages_are_left_alone():
-    packages = {one.__module__.partition(".")[0] for one in reached_functions(CallsAPackage(), TRAINING_STEP)}
-
-    assert packages == {"tests"}
-
-
 def filled():
     kept = queue.SimpleQueue()
     kept.put(1)
     kept.put(2)
     return kept
+
+
+def is_short():
+    return bool(FAULTS["at"])
 
 
 class InnerBackward(Plain):
@@ -294,7 +284,7 @@ class InnerBackward(Plain):
         torch.nn.functional.cross_entropy(self.net(x), batch[1]).backward()
         if self.drops:
             self.zero_grad()
-        if len(x) > 2 and Fails.is_planned():
+        if len(x) > 2 and is_short():
             raise torch.OutOfMemoryError(TEXT)
         return super().training_step((x.detach() + 0.1 * x.grad.sign(), batch[1]), batch_idx)
 
