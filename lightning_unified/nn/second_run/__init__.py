@@ -1,0 +1,13 @@
+"""The second run of a checkpointed block: it reads the state of the first, and is compared with it.
+
+The backward pass runs a block again to recompute its activations. Gradients are those of the plain block only if both runs compute the
+same values. Five modules see to that:
+
+| module | subject |
+|---|---|
+| generators | random generators: torch's own, Python's, NumPy's, and those that a block holds |
+| state | attributes, containers and tensors of a block and its arguments, as they were before its first run |
+| buffers | buffers that a block writes |
+| runs | both runs of one call, and arguments that a block writes in place |
+| outputs | the comparison of both runs' outputs |
+"""

@@ -1,0 +1,181 @@
+"""Both runs of one call of a block: arguments written in place, and a comparison of the outputs."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_unified.errors import RecomputationError
+from lightning_unified.nn.second_run.outputs import Observed
+
+__all__ = ["BothRuns", "Calls", "named_errors"]
+
+_WAYS_OUT = (
+    "It depends on more than its arguments, its attributes and random generators, e.g. on a global or on a context that ends before the "
+    "backward pass. Pass such values to it as arguments, or set recompute=False."
+)
+_DIFFERS = (
+    "{name} computed other values when activation checkpointing ran it again in the backward pass ({by}), so its gradients would be "
+    "wrong. "
+)
+_FAILED = (
+    "{name} failed when activation checkpointing ran it again in the backward pass ({why}), unlike its first run. "
+)
+_WRITES = (
+    "{name} writes its argument {position} in place, which its first call did not, so that activation checkpointing cannot run this call "
+    "again in the backward pass. Let it write a copy, or set recompute=False."
+)
+_WRITTEN = (
+    "argument {position} of {name} was written in place after the call, so that activation checkpointing cannot run this call again in the "
+    "backward pass. Write a copy, or set recompute=False."
+)
+# Errors that other state causes. Errors of memory and of devices are RuntimeError, MemoryError or OSError, and pass as they are.
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    CheckpointError,
+    LookupError,
+    NameError,
+    TypeError,
+    ValueError,
+)
+
+_LATEST: list[Any] = [None]  # the class of the block that ran last for the second time
+
+
+@dataclass(eq=False)
+class Calls:
+    """What is known of a block's calls.
+
+    Attributes:
+        count: The number of calls so far.
+        written: Positions of the arguments that the block writes in place; None before its first call.
+    """
+
+    count: int = 0
+    written: set[int] | None = None
+
+
+class BothRuns:
+    """Calls a function with its own arguments first, and later with those that the checkpoint saved.
+
+    An argument that the function writes in place is saved as a copy from before the first run. The first call of a block copies each
+    argument, to find those. Copies of the others are released after the first run.
+
+    Both runs are compared in calls 1 to 4, 8, 16, 32, …, unless a dispatch mode is active, e.g. in a dry run.
+
+    Args:
+        function: The function.
+        values: Its arguments.
+        kind: The class of the block, or a function, for messages.
+        calls: The block's calls so far; this one is counted.
+        looks_inside: Whether results of operations are compared too. A dispatch mode sees them, under which compiled code may not run.
+
+    Attributes:
+        saved: The arguments that the checkpoint saves.
+        is_compared: Whether the second run is compared with the first, for which it must run to its end.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], values: Sequence[Any], *, kind: Any, calls: Calls, looks_inside: bool
+    ) -> None:
+        calls.count += 1
+        is_due = calls.count <= 4 or calls.count & (calls.count - 1) == 0
+        self.is_compared = is_due and _can_compare()
+        self._looks_inside = looks_inside
+        self._function, self._kind, self._calls = function, kind, calls
+        self._values: Sequence[Any] | None = values
+        self._observed: Observed | None = None
+        self._held: dict[int, tuple[Tensor, int]] = {}
+        self.saved = list(values)
+        for position in range(len(values)) if calls.written is None else calls.written:
+            value = values[position] if position < len(values) else None
+            if not _is_writable(value):
+                continue
+            copy = value.detach().clone().requires_grad_(value.requires_grad)
+            if calls.written is None:
+                self._held[position] = copy, copy._version
+                copy = torch.empty(0, device=value.device)  # torch reads the devices of saved arguments
+            self.saved[position] = copy
+
+    def __call__(self, *saved: Any) -> Any:
+        if self._values is None:
+            return self._second(saved)
+        values, self._values = self._values, None
+        versions = [(place, one, one._version) for place, one in enumerate(values) if _is_writable(one)]
+        observed = Observed(looks_inside=self._looks_inside) if self.is_compared else None
+        result = self._function(*values) if observed is None else observed.run(self._function, values)
+        self._observed = observed
+        self._learn({place for place, one, version in versions if one._version != version}, values)
+        return result
+
+    def _learn(self, written: set[int], values: Sequence[Any]) -> None:
+        known = self._calls.written
+        if known is None:
+            self._calls.written = written
+            kept = [place for place in self._held if place not in written]
+            self._held.update({place: (values[place], values[place]._version) for place in kept})
+        elif new := written - known:
+            known |= new
+            raise RecomputationError(_WRITES.format(name=_name(self._kind), position=min(new)), kind=self._kind)
+
+    def _second(self, saved: Sequence[Any]) -> Any:
+        name, values = _name(self._kind), list(saved)
+        _LATEST[0] = self._kind
+        for position, (value, version) in self._held.items():
+            if value._version != version:
+                raise RecomputationError(_WRITTEN.format(name=name, position=position), kind=self._kind)
+            values[position] = value
+        for position in self._calls.written or ():
+            if position < len(values) and isinstance(values[position], Tensor):
+                values[position] = values[position].clone()  # no leaf of autograd, which could not be written
+        again = None if self._observed is None else Observed(looks_inside=self._looks_inside)
+        try:
+            result = self._function(*values) if again is None else again.run(self._function, values)
+        except _ERRORS as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RecomputationError(_FAILED.format(name=name, why=why) + _WAYS_OUT, kind=self._kind) from error
+        if self._observed is not None and again is not None and (by := self._observed.difference(again)):
+            raise RecomputationError(_DIFFERS.format(name=name, by=by) + _WAYS_OUT, kind=self._kind)
+        return result
+
+
+@contextlib.contextmanager
+def named_errors() -> Iterator[None]:
+    """Raise `RecomputationError` for the error of torch's checkpoint about a second run that differs.
+
+    Raises:
+        RecomputationError: If a block saved other tensors in its second run.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        kind = _LATEST[0]
+        why = "it saved other tensors"
+        raise RecomputationError(_DIFFERS.format(name=_name(kind), by=why) + _WAYS_OUT, kind=kind) from error
+
+
+def _name(kind: Any) -> str:
+    return "a block" if kind is None else getattr(kind, "__qualname__", repr(kind))
+
+
+def _can_compare() -> bool:
+    is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch._C._len_torch_dispatch_stack() == 0 and not is_recorded
+
+
+def _is_writable(value: Any) -> bool:
+    """Return whether `value` is a tensor that a block may write in place, and whose version tells of it."""
+    return (
+        isinstance(value, Tensor)
+        and not (value.requires_grad and value.is_leaf)
+        and value.layout is torch.strided
+        and not value.is_inference()
+        and not isinstance(value, nn.Parameter)
+        and 0 not in value.stride()
+    )
