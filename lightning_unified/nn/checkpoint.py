@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.nn.attention.saved import SavedAttention, graph_contexts
-from lightning_unified.nn.compiled import compiled_parts
 from lightning_unified.nn.second_run.buffers import Buffers
 from lightning_unified.nn.second_run.generators import Noise, RandomState
 from lightning_unified.nn.second_run.runs import BothRuns, Calls
@@ -94,9 +93,8 @@ def recompute_call(
         isinstance(leaf, Tensor) and leaf.device.type == "mps" for leaf in tree_leaves(values)
     ):
         random_state = torch.mps
-    writes = owner is not None and owner.training and next(owner.buffers(), None) is not None
     called = _by_position(function, len(args), tuple(kwargs))
-    if torch.compiler.is_compiling() and random_state is None and not writes:
+    if torch.compiler.is_compiling() and random_state is None and not _may_write_buffers(owner):
         # a compiled graph restores its random state itself, and takes no `context_fn` but torch's selective one
         contexts = {} if kept is None else {"context_fn": graph_contexts()}
         return checkpoint(called, *values, use_reentrant=False, **contexts)
@@ -118,22 +116,21 @@ def _eager(
         return called(*values)
     state = BlockState(owner, values)
     lenders = [state.lent, Noise(random_state, state.generators).lent]
-    if owner is not None and owner.training and next(owner.buffers(), None) is not None:
+    if owner is not None and owner.training and state.has_buffers:
         lenders.append(Buffers(owner).lent)
     if kept is not None:
         lenders.append(kept.again)
-    kind = function if owner is None else type(owner)
     runs = BothRuns(
-        called,
-        values,
-        kind=kind,
-        calls=calls or _calls_of(function, owner),
-        looks_inside=owner is not None and not compiled_parts(owner),
+        called, values, block=function if owner is None else owner, calls=calls or _calls_of(function, owner)
     )
     first, again = contextlib.nullcontext() if kept is None else kept.first(), _Again(*lenders)
     return checkpoint(
         runs, *runs.saved, use_reentrant=False, context_fn=lambda: (first, again), early_stop=not runs.is_compared
     )
+
+
+def _may_write_buffers(owner: nn.Module | None) -> bool:
+    return owner is not None and owner.training and next(owner.buffers(), None) is not None
 
 
 _CALLS: "WeakKeyDictionary[Any, Calls]" = WeakKeyDictionary()  # of modules, and of the code of functions

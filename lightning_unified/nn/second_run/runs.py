@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_unified.errors import RecomputationError
+from lightning_unified.nn.compiled import compiled_parts
 from lightning_unified.nn.second_run.outputs import Observed
 
 __all__ = ["BothRuns", "Calls", "named_errors"]
@@ -72,23 +73,25 @@ class BothRuns:
     Args:
         function: The function.
         values: Its arguments.
-        kind: The class of the block, or a function, for messages.
+        block: The block, a module or a function.
         calls: The block's calls so far; this one is counted.
-        looks_inside: Whether results of operations are compared too. A dispatch mode sees them, under which compiled code may not run.
 
     Attributes:
         saved: The arguments that the checkpoint saves.
         is_compared: Whether the second run is compared with the first, for which it must run to its end.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], values: Sequence[Any], *, kind: Any, calls: Calls, looks_inside: bool
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], values: Sequence[Any], *, block: Any, calls: Calls) -> None:
         calls.count += 1
         is_due = calls.count <= 4 or calls.count & (calls.count - 1) == 0
         self.is_compared = is_due and _can_compare()
-        self._looks_inside = looks_inside
-        self._function, self._kind, self._calls = function, kind, calls
+        # a dispatch mode sees results of operations, and compiled code may not run under one
+        self._looks_inside = self.is_compared and isinstance(block, nn.Module) and not compiled_parts(block)
+        self._function, self._kind, self._calls = (
+            function,
+            type(block) if isinstance(block, nn.Module) else block,
+            calls,
+        )
         self._values: Sequence[Any] | None = values
         self._observed: Observed | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
@@ -152,12 +155,16 @@ def named_errors() -> Iterator[None]:
     Raises:
         RecomputationError: If a block saved other tensors in its second run.
     """
+    _LATEST[0] = None
     try:
         yield
     except CheckpointError as error:
         kind = _LATEST[0]
-        why = "it saved other tensors"
-        raise RecomputationError(_DIFFERS.format(name=_name(kind), by=why) + _WAYS_OUT, kind=kind) from error
+        if kind is None:  # of a checkpoint that is not ours
+            raise
+        raise RecomputationError(
+            _DIFFERS.format(name=_name(kind), by="it saved other tensors") + _WAYS_OUT, kind=kind
+        ) from error
 
 
 def _name(kind: Any) -> str:

@@ -38,6 +38,7 @@ class BlockState:
 
     Attributes:
         generators: The generators in these places.
+        has_buffers: Whether the block has buffers.
     """
 
     def __init__(self, block: nn.Module | None, values: Iterable[Any]) -> None:
@@ -45,6 +46,7 @@ class BlockState:
         self._seen: set[int] = set()
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
         self.generators: list[Any] = []
+        self.has_buffers = False
         self._parameters: set[int] = set()
         self._cache = parametrize._cache_enabled, parametrize._cache
         if parametrize._cache_enabled:
@@ -73,7 +75,7 @@ class BlockState:
 
     def _put(self, target: Any, content: Any) -> None:
         """Give a container other contents; FSDP2 itself exchanges shards and gathered parameters."""
-        if id(target) not in self._parameters or not _has_shards((*target.values(), *content.values())):
+        if not _has(target, content) and not (id(target) in self._parameters and _has_shards(target, content)):
             _put(target, content)
 
     def _visit_modules(self, block: nn.Module) -> None:
@@ -93,6 +95,8 @@ class BlockState:
                     self._note(value)
                     if name == "_parameters":
                         self._parameters.add(id(value))
+                    elif name == "_buffers":
+                        self.has_buffers = True
             left.extend(child for child in module._modules.values() if child is not None)
 
     def _visit(self, value: Any) -> None:
@@ -144,20 +148,29 @@ def _copied(target: Any) -> Any:
     return set.copy(target) if isinstance(target, set) else list(target)
 
 
+def _has(target: Any, content: Any) -> bool:
+    """Return whether a container has these contents, the same objects in the same order."""
+    if isinstance(target, set):
+        return target == content
+    if len(target) != len(content):
+        return False
+    if isinstance(target, dict):
+        return all(map(is_, dict.values(target), content.values())) and all(map(is_, dict.keys(target), content))
+    return all(map(is_, target, content))
+
+
 def _put(target: Any, content: Any) -> None:
-    """Give a container other contents, unless it has them."""
+    """Give a container other contents, by the methods of its base class."""
     if isinstance(target, dict):
         _put_dict(target, content)
     elif isinstance(target, set):
-        if target != content:
-            set.clear(target)
-            set.update(target, content)
-    elif len(target) != len(content) or not all(map(is_, target, content)):
-        if isinstance(target, deque):
-            deque.clear(target)
-            deque.extend(target, content)
-        else:
-            list.__setitem__(target, slice(None), content)
+        set.clear(target)
+        set.update(target, content)
+    elif isinstance(target, deque):
+        deque.clear(target)
+        deque.extend(target, content)
+    else:
+        list.__setitem__(target, slice(None), content)
 
 
 def _put_dict(target: dict[Any, Any], content: Mapping[Any, Any]) -> None:
@@ -173,9 +186,10 @@ def _put_dict(target: dict[Any, Any], content: Mapping[Any, Any]) -> None:
             base.__setitem__(target, name, value)
 
 
-def _has_shards(parameters: Iterable[Any]) -> bool:
+def _has_shards(*parameters: Mapping[str, Any]) -> bool:
     distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and any(isinstance(one, distributed.DTensor) for one in parameters)
+    values = (one for each in parameters for one in each.values())
+    return distributed is not None and any(isinstance(one, distributed.DTensor) for one in values)
 
 
 def _replaced(content: Any, written: Mapping[int, Tensor]) -> Any:
