@@ -1,4 +1,4 @@
-"""The second run of a checkpointed block: it reads the state of the first, and is compared with it.
+"""The second run of a checkpointed block, with the state of its first run, and a comparison.
 
 The backward pass runs a block again to recompute its activations. Gradients are those of the plain block only if both runs compute the
 same values. Five modules see to that:

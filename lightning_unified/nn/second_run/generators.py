@@ -30,7 +30,7 @@ class RandomState(Protocol):
 
 
 class Noise:
-    """States of the generators that torch's checkpoint does not restore, before a block's first run.
+    """States before a block's first run of generators that torch does not restore.
 
     Args:
         random_state: The generator of a device; None if torch restores it.
@@ -110,12 +110,12 @@ _PYTHON, _NUMPY = _CachedState(), _CachedState()
 
 
 def python_state() -> Any:
-    """Return the state of Python's global generator; the same object while the state is the same."""
+    """Return the state of Python's global generator, the same object while it is unchanged."""
     return _PYTHON.state(random.getstate, _memory_of_python)
 
 
 def numpy_state() -> Any:
-    """Return the state of NumPy's global generator; the same object while the state is the same."""
+    """Return the state of NumPy's global generator, the same object while it is unchanged."""
     return _NUMPY.state(sys.modules["numpy"].random.get_state, _memory_of_numpy)
 
 

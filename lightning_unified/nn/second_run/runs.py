@@ -63,7 +63,7 @@ class Calls:
 
 
 class BothRuns:
-    """Calls a function with its own arguments first, and later with those that the checkpoint saved.
+    """Calls a function with its own arguments first, then with those that were saved.
 
     An argument that the function writes in place is saved as a copy from before the first run. The first call of a block copies each
     argument, to find those. Copies of the others are released after the first run.

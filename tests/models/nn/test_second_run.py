@@ -290,7 +290,7 @@ def test_weights_that_a_block_was_lent_are_those_of_its_first_run(kind):
     assert_as_plain(kind)
 
 
-def test_inside_transforms_of_torch_func_a_block_is_called_plainly_and_that_is_said_once(caplog):
+def test_inside_transforms_of_torch_func_a_block_runs_once_and_that_is_said_once(caplog):
     def step(self, x):
         weights = dict(self.named_parameters())
         gradients = torch.func.grad(lambda one: functional_call(self, one, (x,)).square().mean())(weights)
@@ -440,7 +440,7 @@ def test_the_error_of_a_checkpoint_of_the_users_passes():
         y.sum().backward()
 
 
-def test_an_argument_that_only_a_later_call_writes_is_refused_before_the_backward_pass():
+def test_an_argument_that_only_a_later_call_writes_is_refused_at_once():
     class Late(Block):
         def forward(self, x, writes=False):
             return self.inner(x.mul_(2) if writes else x)
