@@ -115,7 +115,7 @@ def _eager(
     if in_a_transform():
         return called(*values)
     state = BlockState(owner, values)
-    lenders = [state.lent, Noise(random_state, state.generators).lent]
+    lenders: list[Callable[[], AbstractContextManager[Any]]] = [state.lent, Noise(random_state, state.generators).lent]
     if owner is not None and owner.training and state.has_buffers:
         lenders.append(Buffers(owner).lent)
     if kept is not None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 __all__ = ["Observed"]
 
-_ENTRIES = 1 << 12  # entries of each tensor: enough to find a difference, few to keep
+_ENTRIES = 1 << 10  # entries of each tensor: enough to find a difference, few to keep
 # Judgement: relative tolerances. A CPU rounds alike twice; kernels of a GPU may add in another order, or choose another algorithm.
 _DOUBLE, _SINGLE, _SINGLE_ON_DEVICES, _HALF = 1e-9, 1e-5, 1e-3, 2e-2
 
@@ -55,7 +55,7 @@ class Observed(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and _is_telling(func):
-            first = result[0] if isinstance(result, tuple | list) and result else result
+            first: Any = result[0] if isinstance(result, tuple | list) and result else result
             if _is_comparable(first):
                 self._names.append(func)
                 self._results.append(_sample(first))

@@ -1,4 +1,4 @@
-"""Both runs of one call of a block: arguments written in place, and a comparison of the outputs."""
+"""Both runs of one call of a block, and arguments that the block writes in place."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_unified.errors import RecomputationError
@@ -87,24 +88,25 @@ class BothRuns:
         self.is_compared = is_due and _can_compare()
         # a dispatch mode sees results of operations, and compiled code may not run under one
         self._looks_inside = self.is_compared and isinstance(block, nn.Module) and not compiled_parts(block)
-        self._function, self._kind, self._calls = (
-            function,
-            type(block) if isinstance(block, nn.Module) else block,
-            calls,
-        )
+        self._function, self._calls = function, calls
+        self._kind: Any = type(block) if isinstance(block, nn.Module) else block
         self._values: Sequence[Any] | None = values
         self._observed: Observed | None = None
         self._held: dict[int, tuple[Tensor, int]] = {}
         self.saved = list(values)
-        for position in range(len(values)) if calls.written is None else calls.written:
-            value = values[position] if position < len(values) else None
-            if not _is_writable(value):
-                continue
+        for position, value in enumerate(values):
+            if _is_writable(value) and (calls.written is None or position in calls.written):
+                self._save_copy(position, value)
+
+    def _save_copy(self, position: int, value: Tensor) -> None:
+        if self._calls.written is not None:
+            self.saved[position] = value.detach().clone().requires_grad_(value.requires_grad)
+        elif isinstance(value, FakeTensor):  # a dry run must not count the copies of a first call, and needs no values
+            self._held[position], self.saved[position] = (value.detach().requires_grad_(value.requires_grad), 0), None
+        else:
             copy = value.detach().clone().requires_grad_(value.requires_grad)
-            if calls.written is None:
-                self._held[position] = copy, copy._version
-                copy = torch.empty(0, device=value.device)  # torch reads the devices of saved arguments
-            self.saved[position] = copy
+            self._held[position] = copy, copy._version
+            self.saved[position] = torch.empty(0, device=value.device)  # torch reads the devices of saved arguments
 
     def __call__(self, *saved: Any) -> Any:
         if self._values is None:
@@ -131,7 +133,7 @@ class BothRuns:
         name, values = _name(self._kind), list(saved)
         _LATEST[0] = self._kind
         for position, (value, version) in self._held.items():
-            if value._version != version:
+            if value._version != version and not isinstance(value, FakeTensor):
                 raise RecomputationError(_WRITTEN.format(name=name, position=position), kind=self._kind)
             values[position] = value
         for position in self._calls.written or ():
@@ -150,7 +152,7 @@ class BothRuns:
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Raise `RecomputationError` for the error of torch's checkpoint about a second run that differs.
+    """Raise `RecomputationError` where torch's checkpoint finds that a second run differs.
 
     Raises:
         RecomputationError: If a block saved other tensors in its second run.
@@ -177,7 +179,7 @@ def _can_compare() -> bool:
 
 
 def _is_writable(value: Any) -> bool:
-    """Return whether `value` is a tensor that a block may write in place, and whose version tells of it."""
+    """Return whether a block may write `value` in place, and its version tells of it."""
     return (
         isinstance(value, Tensor)
         and not (value.requires_grad and value.is_leaf)
