@@ -49,6 +49,11 @@ class Observed(TorchDispatchMode):
                 self._tolerance = max(self._tolerance, _tolerance(leaf))
         return outputs
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions inside the block run compiled, unseen."""
+        return True
+
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -43,6 +43,7 @@ _ERRORS = (
     CheckpointError,
     LookupError,
     NameError,
+    StopIteration,  # which would end the fit without a word
     TypeError,
     ValueError,
 )

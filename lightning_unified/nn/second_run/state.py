@@ -91,7 +91,7 @@ class BlockState:
                     continue
                 if name not in _OF_MODULES:
                     self._visit(value)
-                elif value:
+                elif value and isinstance(value, dict | set):  # a scripted module has others
                     self._note(value)
                     if name == "_parameters":
                         self._parameters.add(id(value))
