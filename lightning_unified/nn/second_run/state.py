@@ -15,7 +15,7 @@ from lightning_unified.nn.second_run.generators import is_generator
 
 __all__ = ["BlockState"]
 
-_SMALL = 1 << 14  # entries of a tensor that is copied; larger ones are left to the comparison of outputs
+_SMALL = 1 << 8  # entries of a tensor that is copied; larger ones are left to the comparison of both runs
 _WIDEST = 1000  # entries of a container that are visited; a longer one is noted, and its entries are not
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # dicts of parameters, buffers, children and hooks
 
