@@ -1,7 +1,7 @@
 """Both runs of one call of a block, and arguments that the block writes in place."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_unified.errors import RecomputationError
-from lightning_unified.nn.compiled import compiled_parts
+from lightning_unified.nn.compiled import ORIGINAL, compiled_parts
 from lightning_unified.nn.second_run.outputs import Observed
+from lightning_unified.nn.second_run.writes import CopiesBeforeWrites, copy_of
 
 __all__ = ["BothRuns", "Calls", "named_errors"]
 
@@ -28,7 +29,7 @@ _FAILED = (
     "{name} failed when activation checkpointing ran it again in the backward pass ({why}), unlike its first run. "
 )
 _WRITES = (
-    "{name} writes its argument {position} in place, which its first call did not, so that activation checkpointing cannot run this call "
+    "{name} writes its argument {position} in place, unseen by torch's dispatch or unlike its first call, so that activation checkpointing cannot run this call "
     "again in the backward pass. Let it write a copy, or set recompute=False."
 )
 _WRITTEN = (
@@ -67,8 +68,8 @@ class Calls:
 class BothRuns:
     """Calls a function with its own arguments first, then with those that were saved.
 
-    An argument that the function writes in place is saved as a copy from before the first run. The first call of a block copies each
-    argument, to find those. Copies of the others are released after the first run.
+    An argument that the function writes in place is saved as a copy from before the first run. The first call of a block finds those
+    arguments, and copies each before it is written.
 
     Both runs are compared in calls 1 to 4, 8, 16, 32, …, unless a dispatch mode is active, e.g. in a dry run.
 
@@ -87,54 +88,52 @@ class BothRuns:
         calls.count += 1
         is_due = calls.count <= 4 or calls.count & (calls.count - 1) == 0
         self.is_compared = is_due and _can_compare()
-        # a dispatch mode sees results of operations, and compiled code may not run under one
-        self._looks_inside = self.is_compared and isinstance(block, nn.Module) and not compiled_parts(block)
+        # dispatch modes see the operations of eager code only
+        self._looks_inside = (self.is_compared or calls.written is None) and not _is_compiled(block)
+        if calls.written is None and not self._looks_inside:
+            calls.written = set()
         self._function, self._calls = function, calls
+        self._versions: dict[int, int] = {}
         self._kind: Any = type(block) if isinstance(block, nn.Module) else block
         self._values: Sequence[Any] | None = values
         self._observed: Observed | None = None
-        self._held: dict[int, tuple[Tensor, int]] = {}
+        # arguments that torch does not save, because the first call may write them
+        self._held: dict[int, Tensor] = {}
         self.saved = list(values)
         for position, value in enumerate(values):
-            if _is_writable(value) and (calls.written is None or position in calls.written):
-                self._save_copy(position, value)
-
-    def _save_copy(self, position: int, value: Tensor) -> None:
-        if self._calls.written is not None:
-            self.saved[position] = value.detach().clone().requires_grad_(value.requires_grad)
-        elif isinstance(value, FakeTensor):  # a dry run must not count the copies of a first call, and needs no values
-            self._held[position], self.saved[position] = (value.detach().requires_grad_(value.requires_grad), 0), None
-        else:
-            copy = value.detach().clone().requires_grad_(value.requires_grad)
-            self._held[position] = copy, copy._version
-            self.saved[position] = torch.empty(0, device=value.device)  # torch reads the devices of saved arguments
+            if calls.written is None and _is_writable(value):
+                self._held[position] = value
+                # torch reads the devices of saved arguments; a dry run must not count another operation
+                self.saved[position] = None if isinstance(value, FakeTensor) else torch.empty(0, device=value.device)
+            elif calls.written is not None and position in calls.written and _is_writable(value):
+                self.saved[position] = copy_of(value)
 
     def __call__(self, *saved: Any) -> Any:
         if self._values is None:
             return self._second(saved)
         values, self._values = self._values, None
         versions = [(place, one, one._version) for place, one in enumerate(values) if _is_writable(one)]
+        writes = CopiesBeforeWrites(self._held)
         observed = Observed(looks_inside=self._looks_inside) if self.is_compared else None
-        result = self._function(*values) if observed is None else observed.run(self._function, values)
+        with writes if self._held else contextlib.nullcontext():
+            result = self._function(*values) if observed is None else observed.run(self._function, values)
         self._observed = observed
-        self._learn({place for place, one, version in versions if one._version != version}, values)
+        self._learn({place for place, one, version in versions if one._version != version}, writes.copies)
         return result
 
-    def _learn(self, written: set[int], values: Sequence[Any]) -> None:
+    def _learn(self, written: set[int], copies: Mapping[int, Tensor]) -> None:
         known = self._calls.written
-        if known is None:
-            self._calls.written = written
-            kept = [place for place in self._held if place not in written]
-            self._held.update({place: (values[place], values[place]._version) for place in kept})
-        elif new := written - known:
-            known |= new
+        self._calls.written = written | (known or set())
+        self._held.update({place: copies[place] for place in written & copies.keys()})
+        if new := written - copies.keys() - (known or set()):
             raise RecomputationError(_WRITES.format(name=_name(self._kind), position=min(new)), kind=self._kind)
+        self._versions = {place: one._version for place, one in self._held.items()}
 
     def _second(self, saved: Sequence[Any]) -> Any:
         name, values = _name(self._kind), list(saved)
         _LATEST[0] = self._kind
-        for position, (value, version) in self._held.items():
-            if value._version != version and not isinstance(value, FakeTensor):
+        for position, value in self._held.items():
+            if value._version != self._versions.get(position, value._version):
                 raise RecomputationError(_WRITTEN.format(name=name, position=position), kind=self._kind)
             values[position] = value
         for position in self._calls.written or ():
@@ -168,6 +167,10 @@ def named_errors() -> Iterator[None]:
         raise RecomputationError(
             _DIFFERS.format(name=_name(kind), by="it saved other tensors") + _WAYS_OUT, kind=kind
         ) from error
+
+
+def _is_compiled(block: Any) -> bool:
+    return bool(compiled_parts(block)) if isinstance(block, nn.Module) else hasattr(block, ORIGINAL)
 
 
 def _name(kind: Any) -> str:

@@ -52,7 +52,7 @@ class BlockState:
         if parametrize._cache_enabled:
             self._note(parametrize._cache)
         for value in values:
-            if type(value) is not Tensor:  # the runs see to tensors that are arguments themselves
+            if not isinstance(value, Tensor):  # the runs see to tensors that are arguments themselves
                 self._visit(value)
         if block is not None:
             self._visit_modules(block)
