@@ -116,7 +116,7 @@ class Counting(Block):
 
 class Modal(Block):
     def forward(self, x):
-        return x + self.inner(x) ** (3 if self.norm.training else 2)
+        return x + self.inner(x.sin() if self.norm.training else x.cos())
 
 
 class Memoised(Block):
