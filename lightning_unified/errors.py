@@ -11,6 +11,7 @@
         ├── HalfUpdatedError       memory ran out while the optimizer was writing weights
         ├── GpuFaultError          the GPU lost work of a step, and the run cannot go on exactly
         ├── UndoError              a step changed state that cannot be restored
+        ├── RecomputationError     a block's second run, in the backward pass, differs from its first
         ├── RankError              another rank failed, is gone, or is at another point of the run
         ├── HostFrozenError        a simulated machine would hang here
         ├── GradientError          gradients were not finite for too long
@@ -34,6 +35,7 @@ __all__ = [
     "OutOfMemoryError",
     "PrecisionError",
     "RankError",
+    "RecomputationError",
     "RunError",
     "SplitError",
     "UndoError",
@@ -92,6 +94,19 @@ class UndoError(RunError):
 
     Training cannot continue exactly.
     """
+
+
+class RecomputationError(RunError):
+    """Activation checkpointing ran a block again, and it computed other values than before.
+
+    Args:
+        text: Which block, and how its runs differ.
+        kind: The class of the block; None if unknown.
+    """
+
+    def __init__(self, text: str = "", *, kind: object = None) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class RankError(RunError):

@@ -1,6 +1,6 @@
 """Switch activation checkpointing of a module's blocks on and off, without any other change."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,7 +11,9 @@ from torch import nn
 from lightning_unified.nn.attention.saved import SavedAttention
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
+from lightning_unified.nn.second_run.runs import Calls
 from lightning_unified.nn.stand_in import FORWARD, StandIn, call_slot, warn_once
+from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
 
@@ -67,7 +69,7 @@ class Recomputing:
 
     The `forward` of each block object is replaced. Its class, place, parameters, hooks and state-dict keys stay. A copy made with
     `copy.deepcopy`, `pickle` or `torch.save` does not recompute. Hooks of a block run once. Hooks of its submodules run in the second
-    run too, and so do the block's writes to its own lists and attributes.
+    run too. The second run reads attributes, containers and buffers as the first did, and what it writes there is undone.
 
     A block that was compiled by itself (`block.compile()`, or `torch.compile(block)` in its place) stays compiled: the compiled call is
     replaced, so that both runs use the same graph. The hooks of such a block belong to the graph and run twice.
@@ -82,11 +84,16 @@ class Recomputing:
         blocks: The blocks; none may be inside another.
         keep_attention: Whether outputs of attention kernels are saved, so that these do not run again. A warning appears once
             if a block's first call runs no such kernel: plain products, as on MPS, or a mask or dropout on a CPU.
+        left_out: Classes of blocks that do not recompute; the caller may add to it at any time.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], *, keep_attention: bool = False) -> None:
+    def __init__(
+        self, blocks: Iterable[nn.Module], *, keep_attention: bool = False, left_out: Container[type] = ()
+    ) -> None:
         said: set[str] = set()
-        self._stand_ins = [_StandIn(block, keep_attention=keep_attention, said=said) for block in blocks]
+        self._stand_ins = [
+            _StandIn(block, keep_attention=keep_attention, said=said, left_out=left_out) for block in blocks
+        ]
         for stand_in in self._stand_ins:
             stand_in.install()
 
@@ -114,14 +121,20 @@ def is_recomputed(module: nn.Module) -> bool:
 class _StandIn(StandIn):
     """Replacement of one block's `forward` or compiled call."""
 
-    def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str]) -> None:
+    def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str], left_out: Container[type]) -> None:
         super().__init__(block, call_slot(block))
         self._keep_attention, self._is_compiled, self._said = keep_attention, is_compiled(block), said
+        self._left_out, self._calls = left_out, Calls()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.module
         wanted = self.is_on and block.training and torch.is_grad_enabled()
-        if not wanted or getattr(block, "gradient_checkpointing", False) is True:
+        if not wanted or type(block) in self._left_out or getattr(block, "gradient_checkpointing", False) is True:
+            return self.function(*args, **kwargs)
+        if not torch.compiler.is_compiling() and in_a_transform():
+            self._say(
+                "is called inside a transform of torch.func, where torch cannot checkpoint: it is not recomputed."
+            )
             return self.function(*args, **kwargs)
         args, kwargs = tuple(map(_unless_empty, args)), {name: _unless_empty(value) for name, value in kwargs.items()}
         cache = next((value for value in (*args, *kwargs.values()) if _is_cache(value)), None)
@@ -134,9 +147,9 @@ class _StandIn(StandIn):
         if self._is_compiled and not torch.compiler.is_compiling():
             mark_rows((*args, *kwargs.values()))  # both runs must choose the same graph
         if not self._keep_attention:
-            return recompute_call(self.function, args, kwargs, owner=block)
+            return recompute_call(self.function, args, kwargs, owner=block, calls=self._calls)
         kept = SavedAttention()
-        result = recompute_call(self.function, args, kwargs, owner=block, kept=kept)
+        result = recompute_call(self.function, args, kwargs, owner=block, kept=kept, calls=self._calls)
         if not kept.count and not torch.compiler.is_compiling():
             self._say(
                 "runs no attention kernel whose output could be kept (flash, memory-efficient, cuDNN): all of it is recomputed."

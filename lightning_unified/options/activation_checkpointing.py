@@ -5,6 +5,7 @@ setting, a plan's choice before the first step, or all blocks after memory ran o
 """
 
 import logging
+from collections.abc import Container
 from typing import Any, Literal
 
 import lightning as L
@@ -38,6 +39,7 @@ class ActivationCheckpointing:
         self._asked = asked
         self._module: L.LightningModule | None = None
         self._memory_option: CheckpointedBlocks | None = None
+        self._left_out: set[type] = set()
         self.policy: RecomputePolicy | None = None if asked == "auto" else ALL if asked else NONE
         self.reason = "as asked" if asked != "auto" else "as the module is"
 
@@ -63,6 +65,7 @@ class ActivationCheckpointing:
         """
         self.end()
         self._module = module
+        self._left_out.clear()
         switch = has_switch(module)
         if self._asked == "auto":
             self.policy, self.reason = (ALL if module.recompute else NONE) if switch else None, "as the module is"
@@ -111,6 +114,18 @@ class ActivationCheckpointing:
             self.reason = f"as the module is: {error}"
         return self._memory_option is not None
 
+    def leave_out(self, kind: Any) -> bool:
+        """Recompute no blocks of the class `kind` from here on, if the user left that open.
+
+        Return whether this changed the run.
+        """
+        blocks = None if self._memory_option is None else self._memory_option.blocks
+        is_known = blocks is not None and any(type(block) is kind for block in blocks.plain)
+        if self._asked != "auto" or not is_known or kind in self._left_out:
+            return False
+        self._left_out.add(kind)
+        return True
+
     def reapply(self) -> None:
         """Apply the policy once more, because the blocks have been compiled since."""
         if self._memory_option is not None and self.policy is not None:
@@ -120,7 +135,7 @@ class ActivationCheckpointing:
         assert self._module is not None, "recomputation is set once fit has begun"
         self._let_go()
         try:
-            memory_option = CheckpointedBlocks(self._module, policy)
+            memory_option = CheckpointedBlocks(self._module, policy, left_out=self._left_out)
         except ConfigurationError as error:
             raise ConfigurationError(f"recompute={self._asked}: {error}") from error
         self.policy = memory_option.policy
@@ -154,6 +169,11 @@ class CheckpointedBlocks:
     module also declares `recompute_blocks`, other policies turn the attribute off, and some of the blocks get stand-ins. Blocks of a
     module without the attribute get stand-ins too.
 
+    Args:
+        module: The module.
+        policy: The policy.
+        left_out: Classes of blocks that keep their activations; the caller may add to it at any time.
+
     Attributes:
         policy: The policy, with the module's number of blocks.
         blocks: The blocks that the policy counts in; None where the module's own attribute was set.
@@ -163,8 +183,8 @@ class CheckpointedBlocks:
         ConfigurationError: If the module has no blocks, or its attribute does not support the policy.
     """
 
-    def __init__(self, module: L.LightningModule, policy: RecomputePolicy) -> None:
-        self._module = module
+    def __init__(self, module: L.LightningModule, policy: RecomputePolicy, *, left_out: Container[type] = ()) -> None:
+        self._module, self._left_out = module, left_out
         self._switch = has_switch(module)
         self._before = bool(module.recompute) if self._switch else False
         self._recomputing: Recomputing | None = None
@@ -198,7 +218,9 @@ class CheckpointedBlocks:
         self.how = f"{part}{self.blocks}{', attention kept' if policy.keep_attention else ''}"
         if self._switch:
             module.recompute = False  # type: ignore[assignment]
-        self._recomputing = Recomputing(policy.choose(plain), keep_attention=policy.keep_attention)
+        self._recomputing = Recomputing(
+            policy.choose(plain), keep_attention=policy.keep_attention, left_out=self._left_out
+        )
 
     @property
     def count(self) -> int:

@@ -4,6 +4,7 @@ Training is the same, and everything is undone.
 """
 
 import copy
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -30,10 +31,14 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.4)
-        self.runs = 0
+        self._counted = SimpleNamespace(runs=0)  # an attribute of the block itself counts first runs only
+
+    @property
+    def runs(self):
+        return self._counted.runs
 
     def forward(self, x):
-        self.runs += 1
+        self._counted.runs += 1
         return x + self.drop(self.linear(x)).relu()
 
 

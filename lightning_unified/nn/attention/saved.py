@@ -171,10 +171,7 @@ class _Giving(_Attentive):
         """Return the next saved result, which must be that of `kernel`."""
         kept = next(self._left, None)
         if kept is None or kept.kernel is not kernel:
-            raise RuntimeError(
-                f"a recomputed block ran {kernel} where its first run did not: it depends on state that has changed since. Let it "
-                "depend on its arguments, or recompute it without keeping attention."
-            )
+            raise LookupError(f"it ran {kernel} where its first run did not")  # `BothRuns` names the block
         if kept.noise is not None:
             _set_noise(device, kept.noise)
         return _aliases(kept.result)

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, RecomputationError
+from lightning_unified.nn.second_run.runs import named_errors
 from lightning_unified.step.device_gradients import DeviceGradientCheck
 from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter
@@ -111,7 +112,8 @@ class UnifiedOptimization(_AutomaticOptimization):
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
             self._state.look()
-            outputs = super().run(optimizer, batch_idx, kwargs)
+            with named_errors():
+                outputs = super().run(optimizer, batch_idx, kwargs)
         if self._window is not None:
             self._window.done()
         self._policy.batch_done(shape)
@@ -155,14 +157,21 @@ class UnifiedOptimization(_AutomaticOptimization):
                 copies_weights=rollback,
             )
             self._phase = "forward"
-            outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            outputs = reason = unlike = None
+            try:
+                with named_errors():
+                    outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            except RecomputationError as error:
+                self._policy.leave_unrecomputed(error)
+                unlike = error.kind
             self._attempt = None
-            if reason is None:
+            if reason is None and unlike is None:
                 break
-            failures += 1
             kwargs[key] = attempt.undo()
             del attempt
-            self._change_for_next_attempt(reason, shape=shape, attempt=failures, batch=kwargs[key])
+            if reason is not None:
+                failures += 1
+                self._change_for_next_attempt(reason, shape=shape, attempt=failures, batch=kwargs[key])
         self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs

@@ -9,7 +9,7 @@ import lightning as L
 from torch.optim import Optimizer
 
 from lightning_unified.cost_model import describe_shortage
-from lightning_unified.errors import OutOfMemoryError
+from lightning_unified.errors import OutOfMemoryError, RecomputationError
 from lightning_unified.options import ActivationCheckpointing, AppliedOptions, Compilation, MemoryOptions
 from lightning_unified.step.policy.batch_rules import BatchRules
 from lightning_unified.step.policy.notices import Notices
@@ -202,6 +202,22 @@ class MemoryPolicy:
             requested=requested_bytes(reason),
             positions=lengths,
             recomputes=bool(self.recomputation.on),
+        )
+
+    def leave_unrecomputed(self, error: RecomputationError) -> None:
+        """Keep the activations of the blocks whose two runs differ, so that the step can be repeated.
+
+        Raises:
+            RecomputationError: The error itself, if the user asked for activation checkpointing.
+        """
+        if not self.recomputation.leave_out(error.kind):
+            raise error
+        name = getattr(error.kind, "__qualname__", str(error.kind))
+        self.events.append(f"{name} is not recomputed from here on, and the step repeated: {error}")
+        log.warning(
+            "%s Activation checkpointing was turned on automatically: it leaves out all %s from here on, and the step is repeated.",
+            error,
+            name,
         )
 
     def batch_done(self, shape: BatchShape | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_unified.errors import RecomputationError
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.ranks.consensus import Point, Ranks, Word
 from lightning_unified.step.recovery.sizes import Failure
@@ -64,6 +65,10 @@ class DistributedPolicy(MemoryPolicy):
     def compare(self, words: Sequence[Word]) -> None:
         """Record whether the ranks' sizes differ."""
         self._differ = len({word.digest for word in words} - {0}) > 1
+
+    @override
+    def leave_unrecomputed(self, error: RecomputationError) -> None:
+        raise error  # the other ranks have not seen it, and would wait for this one
 
     @override
     def batch_done(self, shape: BatchShape | None) -> None:

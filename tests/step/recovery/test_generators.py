@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_unified.step.recovery.generators import GeneratorWatch, _memory_of_numpy, _memory_of_python
+from lightning_unified.nn.second_run.generators import _memory_of_numpy, _memory_of_python
+from lightning_unified.step.recovery.generators import GeneratorWatch
 
 
 @pytest.fixture
