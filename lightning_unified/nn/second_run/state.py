@@ -8,6 +8,7 @@ from functools import lru_cache
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -97,6 +98,8 @@ class BlockState:
                         self._parameters.add(id(value))
                     elif name == "_buffers":
                         self.has_buffers = True
+            if isinstance(module, torch.jit.ScriptModule):  # its buffers are in no dict
+                self.has_buffers |= next(module.buffers(), None) is not None
             left.extend(child for child in module._modules.values() if child is not None)
 
     def _visit(self, value: Any) -> None:
