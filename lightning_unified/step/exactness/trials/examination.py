@@ -5,12 +5,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_unified.errors import ConfigurationError, SplitError, UndoError
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
@@ -145,13 +146,21 @@ class Examination:
         sizes = [size] * (check.rows // size) + ([check.rows % size] if check.rows % size else [])
         places = zip(starts_of(sizes), sizes, strict=True)
         parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
+        compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, found.agreeing)
         try:
-            return replace(found, agreeing=rules_of_all_rows(self._runner, check.kwargs, parts, sizes, found.agreeing))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            return replace(found, agreeing=compared())
+        except SplitError:
+            if may_be_wrong(device):
+                with suppress(Exception), on_host(self._trainer):
+                    return replace(found, agreeing=compared())
+            raise
+        except LightningUnifiedError:
+            raise
+        except Exception as error:  # a step that differentiates fails without gradients
+            log.debug("The loss of all rows could not be compared: %s", error)
         finally:
             self._runner.release()
+        # only here: inside the `except` block, the traceback holds the frames and their tensors
         release_cached_memory(device)
         return found
 

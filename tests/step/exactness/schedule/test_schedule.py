@@ -83,6 +83,22 @@ def test_a_loss_that_differs_only_for_all_rows_of_the_batch_is_refused(kind):
         run(kind, batches(number=2, size=64), strategy=UnifiedStrategy(micro_batch_size=16))
 
 
+class Differentiates(Net):
+    """Computes a gradient in its step, which fails without gradients."""
+
+    def loss(self, out, batch):
+        loss = super().loss(out, batch)
+        (gradient,) = torch.autograd.grad(loss, out, retain_graph=True)
+        return loss + (out * gradient.sign()).mean()
+
+
+def test_the_loss_of_all_rows_is_left_out_for_a_step_that_needs_gradients():
+    plain, _ = run(Differentiates, batches(number=2, size=64), strategy="auto")
+    split, _ = run(Differentiates, batches(number=2, size=64), strategy=UnifiedStrategy(micro_batch_size=16))
+
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+
+
 def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks):
     class Units(Net):
         def configure_micro_batches(self, stage):
