@@ -23,6 +23,7 @@ Rule = str | Callable[[list[Any], list[int]], Any]
 CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
 _SUMS = ("mean", "mean of rows", "sum")
+_EXTREMES = ("max", "min")
 _ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of several fitting rules the first is used
 
 
@@ -76,7 +77,7 @@ def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
 
 
 def _figure(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
-    if rule in ("max", "min"):
+    if rule in _EXTREMES:
         if isinstance(values[0], Tensor):
             stacked = torch.stack(list(values))
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
@@ -167,7 +168,7 @@ def _concatenations(values: Sequence[Any], whole: Any) -> Sequence[str]:
 
 def _figures(whole: Any) -> Sequence[str]:
     if isinstance(whole, bool) or (isinstance(whole, Tensor) and whole.dtype == torch.bool):
-        return ()
+        return _EXTREMES  # "or" and "and"
     return FIGURES if isinstance(whole, (int, float, Tensor, np.number)) or _is_numeric(whole) else ()
 
 

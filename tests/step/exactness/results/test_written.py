@@ -275,3 +275,24 @@ def test_own_iterators_advance_once_a_batch():
 
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
     assert (next(split.cycle), next(split.listed)) == (next(plain.cycle), next(plain.listed))
+
+
+class Seen(Writes):
+    """Marks the classes that it has seen, and whether all outputs so far were small."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+        self.is_small = True
+
+    def write(self, batch, out, loss):
+        self.seen[batch["y"]] = True
+        self.is_small = self.is_small and bool(out.abs().max() < 1)
+
+
+def test_flags_are_put_together_by_or_and_and():
+    plain, _ = run(Seen, "auto")
+    split, _ = run(Seen, UnifiedStrategy(micro_batch_size=3))
+
+    assert torch.equal(split.seen, plain.seen)
+    assert split.is_small is plain.is_small
