@@ -167,8 +167,10 @@ def _concatenations(values: Sequence[Any], whole: Any) -> Sequence[str]:
 
 
 def _figures(whole: Any) -> Sequence[str]:
-    if isinstance(whole, bool) or (isinstance(whole, Tensor) and whole.dtype == torch.bool):
-        return _EXTREMES  # "or" and "and"
+    if isinstance(whole, Tensor) and whole.dtype == torch.bool:
+        return _EXTREMES if whole.numel() > 1 else ()  # "or" and "and"; one flag would fit by chance
+    if isinstance(whole, bool):
+        return ()
     return FIGURES if isinstance(whole, (int, float, Tensor, np.number)) or _is_numeric(whole) else ()
 
 

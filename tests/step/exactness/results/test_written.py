@@ -278,21 +278,21 @@ def test_own_iterators_advance_once_a_batch():
 
 
 class Seen(Writes):
-    """Marks the classes that it has seen, and whether all outputs so far were small."""
+    """Marks the classes that it has seen, and those that it has not."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
-        self.is_small = True
+        self.register_buffer("unseen", torch.ones(4, dtype=torch.bool))
 
     def write(self, batch, out, loss):
         self.seen[batch["y"]] = True
-        self.is_small = self.is_small and bool(out.abs().max() < 1)
+        self.unseen[batch["y"]] = False
 
 
 def test_flags_are_put_together_by_or_and_and():
     plain, _ = run(Seen, "auto")
     split, _ = run(Seen, UnifiedStrategy(micro_batch_size=3))
 
-    assert torch.equal(split.seen, plain.seen)
-    assert split.is_small is plain.is_small
+    assert torch.equal(split.seen, plain.seen) and plain.seen.any()
+    assert torch.equal(split.unseen, plain.unseen) and not plain.unseen.all()
