@@ -94,7 +94,7 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
        row's first label, which causal language models do not score.
     3. For any integer field: entries other than -100, 0, -1, 255 or padding, if the field has that value; with and without each row's
        first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
-    4. Sums of masks and of non-negative weights, with and without each row's first entry.
+    4. Sums of masks, of non-negative weights, with and without each row's first entry, and of counts, one for each row.
     5. No weights: losses that are sums.
     """
     found = [LossRule("rows")]
@@ -117,7 +117,7 @@ def may_count(rule: LossRule, batch: Any) -> bool:
     if not isinstance(rule.count, Terms) or rule.count.left_out is not None:
         return True
     leaf = leaf_at(batch, rule.count.path)
-    return leaf is None or leaf.dtype == torch.bool or _is_weight(leaf) or not bool(leaf.any())
+    return leaf is None or leaf.dtype == torch.bool or _is_weight(leaf) or _is_count(leaf) or not bool(leaf.any())
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
@@ -148,7 +148,8 @@ def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
         return []
     values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
     present = [value for value in values if value != skip and bool((tensor == value).any())]
-    return [
+    sums = [LossRule(f"sum of {path!r}", Terms(path))] if _is_count(tensor) else []
+    return sums + [
         rule
         for value in present
         for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
@@ -167,12 +168,18 @@ def _padding(tensor: Tensor) -> list[int]:
     return [int(values.mode().values) for values in twice if len(values)]
 
 
+def _is_count(tensor: Tensor) -> bool:
+    """Return whether a tensor may hold one count for each row, such as its length."""
+    is_count = tensor.dim() == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return is_count and bool((tensor >= 0).all()) and bool(tensor.any())
+
+
 def _is_weight(tensor: Tensor) -> bool:
     """Return whether a tensor may hold a mask or weights.
 
-    It then has only zeros and ones, or one non-negative number per row, and is not all zero.
+    It then has only zeros and ones, or one non-negative number for each row or position, and is not all zero.
     """
-    if tensor.is_floating_point() and tensor.dim() == 1:
+    if tensor.is_floating_point() and tensor.dim() <= 2:
         return bool((tensor >= 0).all()) and bool(tensor.any())
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
 

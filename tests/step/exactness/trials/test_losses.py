@@ -38,9 +38,20 @@ def filled(value, dtype=torch.long):
     return TOKENS.masked_fill(~MASK, value).to(dtype)
 
 
+SHARES = MASK * torch.linspace(0.5, 2.0, LENGTH, dtype=torch.float64)  # a weight for each position
 ROW_LABELS = torch.tensor([0, 1, -100, 2, -100, 0, 3, 1])
 # name: batch, loss of what the net makes of X, rule
 CASES = {
+    "a mean over the frames of lengths": (
+        {"x": X, "lengths": LENGTHS},
+        lambda out, b: masked_mean(out.pow(2).mean(2), torch.arange(LENGTH) < b["lengths"][:, None]),
+        "sum of 'lengths'",
+    ),
+    "a mean by weights of positions": (
+        {"x": X, "shares": SHARES},
+        lambda out, b: masked_mean(out.pow(2).mean(2), b["shares"]),
+        "sum of 'shares'",
+    ),
     "a mean over rows": ({"x": X}, lambda out, b: out.pow(2).mean(), "rows"),
     "a mean over rows beside labels": (
         {"x": X, "labels": filled(-100)},
