@@ -1,6 +1,6 @@
 """Switch activation checkpointing of a module's blocks on and off, without any other change."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -88,7 +88,7 @@ class Recomputing:
     """
 
     def __init__(
-        self, blocks: Iterable[nn.Module], *, keep_attention: bool = False, left_out: Container[type] = ()
+        self, blocks: Iterable[nn.Module], *, keep_attention: bool = False, left_out: Collection[type] = ()
     ) -> None:
         said: set[str] = set()
         self._stand_ins = [
@@ -121,7 +121,7 @@ def is_recomputed(module: nn.Module) -> bool:
 class _StandIn(StandIn):
     """Replacement of one block's `forward` or compiled call."""
 
-    def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str], left_out: Container[type]) -> None:
+    def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str], left_out: Collection[type]) -> None:
         super().__init__(block, call_slot(block))
         self._keep_attention, self._is_compiled, self._said = keep_attention, is_compiled(block), said
         self._left_out, self._calls = left_out, Calls()

@@ -5,7 +5,7 @@ setting, a plan's choice before the first step, or all blocks after memory ran o
 """
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Any, Literal
 
 import lightning as L
@@ -183,7 +183,7 @@ class CheckpointedBlocks:
         ConfigurationError: If the module has no blocks, or its attribute does not support the policy.
     """
 
-    def __init__(self, module: L.LightningModule, policy: RecomputePolicy, *, left_out: Container[type] = ()) -> None:
+    def __init__(self, module: L.LightningModule, policy: RecomputePolicy, *, left_out: Collection[type] = ()) -> None:
         self._module, self._left_out = module, left_out
         self._switch = has_switch(module)
         self._before = bool(module.recompute) if self._switch else False

@@ -27,6 +27,8 @@ __all__ = [
 
 IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
+_WEIGHTS = ("weight", "mask")
+_COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
 _DECLARED = ("loss_weight", "loss_is_sum")
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
@@ -94,7 +96,8 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
        row's first label, which causal language models do not score.
     3. For any integer field: entries other than -100, 0, -1, 255 or padding, if the field has that value; with and without each row's
        first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
-    4. Sums of masks, of non-negative weights, with and without each row's first entry, and of counts, one for each row.
+    4. Sums of masks and of non-negative weights, with and without each row's first entry; sums of counts, one for each row. Weights of
+       positions and counts must be in fields that are named so.
     5. No weights: losses that are sums.
     """
     found = [LossRule("rows")]
@@ -116,8 +119,11 @@ def may_count(rule: LossRule, batch: Any) -> bool:
     """
     if not isinstance(rule.count, Terms) or rule.count.left_out is not None:
         return True
-    leaf = leaf_at(batch, rule.count.path)
-    return leaf is None or leaf.dtype == torch.bool or _is_weight(leaf) or _is_count(leaf) or not bool(leaf.any())
+    path = rule.count.path
+    leaf = leaf_at(batch, path)
+    if leaf is None or leaf.dtype == torch.bool or not bool(leaf.any()):
+        return True
+    return _is_weight(path, leaf) or _is_count(path, leaf)
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
@@ -142,18 +148,18 @@ def likeliest(rules: Sequence[LossRule]) -> LossRule:
 def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
     if tensor.is_complex():
         return []
-    if tensor.dtype == torch.bool or _is_weight(tensor):
+    if tensor.dtype == torch.bool or _is_weight(path, tensor):
         return _counting(path, tensor, None, name=f"sum of {path!r}")
     if tensor.is_floating_point():
         return []
     values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
     present = [value for value in values if value != skip and bool((tensor == value).any())]
-    sums = [LossRule(f"sum of {path!r}", Terms(path))] if _is_count(tensor) else []
-    return sums + [
+    counted = [
         rule
         for value in present
         for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
     ]
+    return [*counted, LossRule(f"sum of {path!r}", Terms(path))] if _is_count(path, tensor) else counted
 
 
 def _padding(tensor: Tensor) -> list[int]:
@@ -168,18 +174,23 @@ def _padding(tensor: Tensor) -> list[int]:
     return [int(values.mode().values) for values in twice if len(values)]
 
 
-def _is_count(tensor: Tensor) -> bool:
-    """Return whether a tensor may hold one count for each row, such as its length."""
-    is_count = tensor.dim() == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
-    return is_count and bool((tensor >= 0).all()) and bool(tensor.any())
+def _is_count(path: str, tensor: Tensor) -> bool:
+    """Return whether a tensor may hold one count for each row, such as its length.
+
+    Its name must say so: sums of any integers, such as labels, are close to multiples of the rows.
+    """
+    is_named = any(word in path.rsplit(".", 1)[-1].lower() for word in _COUNTS)
+    is_integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return is_named and is_integer and tensor.dim() == 1 and bool((tensor >= 0).all()) and bool(tensor.any())
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def _is_weight(path: str, tensor: Tensor) -> bool:
     """Return whether a tensor may hold a mask or weights.
 
-    It then has only zeros and ones, or one non-negative number for each row or position, and is not all zero.
+    It then has only zeros and ones, or one non-negative number for each row, and is not all zero. Weights of positions must be named so.
     """
-    if tensor.is_floating_point() and tensor.dim() <= 2:
+    is_named = any(word in path.rsplit(".", 1)[-1].lower() for word in _WEIGHTS)
+    if tensor.is_floating_point() and (tensor.dim() == 1 or (is_named and tensor.dim() == 2)):
         return bool((tensor >= 0).all()) and bool(tensor.any())
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
 

@@ -48,9 +48,9 @@ CASES = {
         "sum of 'lengths'",
     ),
     "a mean by weights of positions": (
-        {"x": X, "shares": SHARES},
-        lambda out, b: masked_mean(out.pow(2).mean(2), b["shares"]),
-        "sum of 'shares'",
+        {"x": X, "weights": SHARES},
+        lambda out, b: masked_mean(out.pow(2).mean(2), b["weights"]),
+        "sum of 'weights'",
     ),
     "a mean over rows": ({"x": X}, lambda out, b: out.pow(2).mean(), "rows"),
     "a mean over rows beside labels": (
