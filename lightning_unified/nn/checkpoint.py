@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.nn.attention.saved import SavedAttention, graph_contexts
+from lightning_unified.nn.autograd_limits import in_a_transform
 from lightning_unified.nn.second_run.buffers import Buffers
 from lightning_unified.nn.second_run.generators import Noise, RandomState
 from lightning_unified.nn.second_run.runs import BothRuns, Calls
 from lightning_unified.nn.second_run.state import BlockState
-from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 

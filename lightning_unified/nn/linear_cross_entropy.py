@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_unified.nn.autograd_limits import only_first_derivative
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
 from lightning_unified.nn.cross_entropy.derived import transformed
 from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, kernels_for
-from lightning_unified.nn.first_derivative import only_first_derivative
 
 __all__ = [
     "IGNORED",

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from lightning_unified.nn.attention.saved import SavedAttention
+from lightning_unified.nn.autograd_limits import in_a_transform
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
 from lightning_unified.nn.second_run.runs import Calls
 from lightning_unified.nn.stand_in import FORWARD, StandIn, call_slot, warn_once
-from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
 

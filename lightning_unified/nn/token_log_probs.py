@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.nn.autograd_limits import refuse_second_derivative
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
-from lightning_unified.nn.first_derivative import refuse_second_derivative
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for
 
 __all__ = ["filter_logits", "token_log_probs", "token_log_probs_and_entropy"]

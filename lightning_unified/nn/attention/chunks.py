@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.nn.attention.saved import generator_state, restored, saved_once
-from lightning_unified.nn.first_derivative import refuse_second_derivative
+from lightning_unified.nn.autograd_limits import refuse_second_derivative
 
 __all__ = ["CHUNK_BYTES", "Call", "attention_in_chunks", "queries_of_chunk"]
 

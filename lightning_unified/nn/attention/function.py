@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_unified.nn.attention.chunks import Call, attention_in_chunks, queries_of_chunk
-from lightning_unified.nn.transforms import in_a_transform
+from lightning_unified.nn.autograd_limits import in_a_transform
 
 __all__ = ["TORCHS", "attention_or_none"]
 

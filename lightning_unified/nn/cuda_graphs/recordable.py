@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_unified.nn.autograd_limits import in_a_transform
 from lightning_unified.nn.cuda_graphs.recording import Call
 from lightning_unified.nn.recomputing import is_recomputed
-from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["FirstCall", "Looking", "look", "must_run_eagerly", "reads_outside", "state_of", "why_not"]
 

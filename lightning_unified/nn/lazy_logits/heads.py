@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_unified.nn.autograd_limits import in_a_transform
 from lightning_unified.nn.lazy_logits.find import PLAIN, TiedHead, obstacles, output_heads, tied_heads
 from lightning_unified.nn.lazy_logits.source import HeadCall, Source
 from lightning_unified.nn.lazy_logits.states import hidden_states
 from lightning_unified.nn.lazy_logits.tensor import LazyLogits, View, lazy
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
-from lightning_unified.nn.transforms import in_a_transform
 
 __all__ = ["LazyHeads", "autocast_dtype", "lazy_output", "rows_of"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_unified.nn.autograd_limits import only_first_derivative
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
-from lightning_unified.nn.first_derivative import only_first_derivative
 from lightning_unified.nn.lazy_logits.replay import Loss, replayed, replayed_losses
 from lightning_unified.nn.lazy_logits.source import HERE, NO_SECOND, Source, Step
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy, trains_only_hidden

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_unified.nn.autograd_limits import refuse_second_derivative
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
-from lightning_unified.nn.first_derivative import refuse_second_derivative
 from lightning_unified.nn.lazy_logits.nodes import has_own_node
 from lightning_unified.nn.lazy_logits.source import NO_SECOND, Source
 

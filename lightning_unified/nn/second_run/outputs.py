@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from lightning_unified.nn.second_run.modes import BlockMode
 
 __all__ = ["Observed"]
 
@@ -15,7 +16,7 @@ _ENTRIES = 1 << 10  # entries of each tensor: enough to find a difference, few t
 _DOUBLE, _SINGLE, _SINGLE_ON_DEVICES, _HALF = 1e-9, 1e-5, 1e-3, 2e-2
 
 
-class Observed(TorchDispatchMode):
+class Observed(BlockMode):
     """Dispatch mode that keeps some entries of each operation's result in one run of a block.
 
     Operations count because a block's output may hide a difference that its gradients have. A normalised output, for example, does not
@@ -25,8 +26,6 @@ class Observed(TorchDispatchMode):
     Args:
         looks_inside: Whether operations count, or outputs only.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, *, looks_inside: bool) -> None:
         super().__init__()
@@ -48,11 +47,6 @@ class Observed(TorchDispatchMode):
                 self._outputs.append(_sample(leaf))
                 self._tolerance = max(self._tolerance, _tolerance(leaf))
         return outputs
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions inside the block run compiled, unseen."""
-        return True
 
     @override
     def __torch_dispatch__(

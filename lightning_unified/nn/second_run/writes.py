@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
+
+from lightning_unified.nn.second_run.modes import BlockMode
 
 __all__ = ["CopiesBeforeWrites", "copy_of"]
 
 
-class CopiesBeforeWrites(TorchDispatchMode):
+class CopiesBeforeWrites(BlockMode):
     """Dispatch mode that copies each watched tensor before the first operation that writes it.
 
     A tensor is also copied before its storage is written through another one.
@@ -23,18 +24,11 @@ class CopiesBeforeWrites(TorchDispatchMode):
         copies: The copies, by key.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, watched: Mapping[int, Tensor]) -> None:
         super().__init__()
         self._watched = watched
         self._storages = {key: _storage_of(one) for key, one in watched.items()}
         self.copies: dict[int, Tensor] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions inside the block run compiled."""
-        return True
 
     @override
     def __torch_dispatch__(

@@ -8,9 +8,8 @@ import lightning as L
 from torch import nn
 
 from lightning_unified.step.undo.cells import Cell, MappingCell
-from lightning_unified.step.undo.functions import class_cells, reached_functions
+from lightning_unified.step.undo.functions import class_cells, names_of, reached_functions
 from lightning_unified.step.undo.kinds import is_ours
-from lightning_unified.step.undo.names import names_of
 
 __all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]
 

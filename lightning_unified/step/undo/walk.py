@@ -10,8 +10,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_unified.step.undo.cells import Cell, MappingCell, Path, ScriptCell, cells_of
+from lightning_unified.step.undo.cells import Cell, MappingCell, Path, cells_of
 from lightning_unified.step.undo.kinds import Kind, holds_iterators, kind_of
+from lightning_unified.step.undo.scripted import ScriptCell
 
 __all__ = ["Found", "FoundTensor", "Walk"]
 

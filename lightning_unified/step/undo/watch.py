@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import UndoError
-from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, ScriptCell, SlotsCell, path_text
+from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
 from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
 from lightning_unified.step.undo.kinds import Kind, holds_iterators
 from lightning_unified.step.undo.roots import Roots
+from lightning_unified.step.undo.scripted import ScriptCell
 from lightning_unified.step.undo.states import set_state, state_of
 from lightning_unified.step.undo.still import StillCells, holds
 from lightning_unified.step.undo.tensors import NotedTensors, TensorKeeper

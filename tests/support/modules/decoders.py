@@ -1,8 +1,13 @@
-"""Small decoders that know nothing of this package, with output heads of several forms."""
+"""Small decoders that know nothing of this package, and their gradients with lazy logits.
+
+Their output heads have several forms.
+"""
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from lightning_unified.nn.lazy_logits import LazyHeads
 
 CLASSES, WIDTH = 2048, 16
 
@@ -54,3 +59,24 @@ class Decoder(nn.Module):
 
 
 FORMS = ("linear", "tied linear", "functional", "functional with bias", "transposed", "matmul")
+
+
+class Using(Decoder):
+    """A decoder without blocks, whose logits go to a function."""
+
+    def forward(self, ids, use):
+        return use(self.logits(self.norm(self.tokens(ids))))
+
+
+def plain_and_lazy(model, *args):
+    """Return the loss and all gradients of `model(*args)` with plain logits, then with lazy ones."""
+    both = []
+    for is_lazy in (False, True):
+        model.zero_grad()
+        heads = LazyHeads(model, 5) if is_lazy else None
+        loss = model(*args)
+        loss.backward()
+        if heads is not None:
+            heads.remove()
+        both.append((loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}))
+    return both

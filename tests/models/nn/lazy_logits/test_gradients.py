@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_
 from lightning_unified.nn.lazy_logits import LazyHeads, obstacles
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.planner import predict
-from tests.support.modules.decoders import CLASSES, WIDTH, Decoder
+from tests.support.modules.decoders import CLASSES, WIDTH, Using, plain_and_lazy
 
 IDS = torch.arange(3, 17).reshape(2, 7)
 LABELS = IDS.roll(-1, 1)
@@ -41,25 +41,6 @@ def viewed(logits):
     return logits.view(-1, CLASSES)
 
 
-class Using(Decoder):
-    def forward(self, ids, use):
-        return use(self.logits(self.norm(self.tokens(ids))))
-
-
-def found(model, use):
-    """Return the loss and all gradients with plain logits, then with lazy ones."""
-    both = []
-    for is_lazy in (False, True):
-        model.zero_grad()
-        heads = LazyHeads(model, 5) if is_lazy else None
-        loss = model(IDS, use)
-        loss.backward()
-        if heads is not None:
-            heads.remove()
-        both.append((loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}))
-    return both
-
-
 @pytest.mark.parametrize("form", ["linear", "functional"])
 @pytest.mark.parametrize(
     "use",
@@ -73,7 +54,7 @@ def found(model, use):
     ],
 )
 def test_no_gradient_flows_through_detached_logits(form, use):
-    torch.testing.assert_close(*found(Using(form).double(), use))
+    torch.testing.assert_close(*plain_and_lazy(Using(form).double(), IDS, use))
 
 
 @pytest.mark.parametrize("form", ["linear", "functional"])
@@ -88,7 +69,7 @@ def test_no_gradient_flows_through_detached_logits(form, use):
     ],
 )
 def test_a_batch_without_a_scored_label_has_the_loss_and_gradients_of_torch(form, use):
-    torch.testing.assert_close(*found(Using(form).double(), use), equal_nan=True)
+    torch.testing.assert_close(*plain_and_lazy(Using(form).double(), IDS, use), equal_nan=True)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -144,7 +125,7 @@ def test_the_gradient_of_logits_is_refused_after_their_loss_and_right_before_it(
         logits.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
         return loss_of(logits)
 
-    torch.testing.assert_close(*found(model, clamped))
+    torch.testing.assert_close(*plain_and_lazy(model, IDS, clamped))
 
 
 class Counted(nn.Module):
@@ -240,4 +221,4 @@ def test_an_array_of_numpy_may_index_positions_and_classes():
     def use(logits):
         return functional.cross_entropy(logits[mask, :1000], IDS[IDS % 2 == 0])
 
-    torch.testing.assert_close(*found(Using().double(), use))
+    torch.testing.assert_close(*plain_and_lazy(Using().double(), IDS, use))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lightning_unified.nn.lazy_logits import LazyHeads
-from tests.support.modules.decoders import CLASSES, Decoder
+from tests.support.modules.decoders import CLASSES, Using, plain_and_lazy
 
 IDS = torch.arange(3, 17).reshape(2, 7)
 NEXT = IDS[:, 1:].flatten()
@@ -74,11 +73,6 @@ def read_by_address(logits):
     return Kernel.apply(logits[:, :-1]) + functional.cross_entropy(logits.view(-1, CLASSES), IDS.flatten())
 
 
-class Using(Decoder):
-    def forward(self, ids, use):
-        return use(self.logits(self.norm(self.tokens(ids))))
-
-
 @pytest.mark.parametrize("form", ["linear", "functional"])
 @pytest.mark.parametrize(
     "use",
@@ -94,16 +88,4 @@ class Using(Decoder):
     ],
 )
 def test_loss_and_gradients_equal_those_of_plain_logits(form, use):
-    model = Using(form).double()
-    found = []
-    for is_lazy in (False, True):
-        model.zero_grad()
-        heads = LazyHeads(model, 5) if is_lazy else None
-        loss = model(IDS, use)
-        loss.backward()
-        if heads is not None:
-            heads.remove()
-        grads = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        found.append((loss.detach(), grads))
-
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*plain_and_lazy(Using(form).double(), IDS, use))

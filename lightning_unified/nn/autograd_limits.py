@@ -1,4 +1,4 @@
-"""Refuse second derivatives of operations whose backward pass records no graph."""
+"""Limits of the package's autograd functions: second derivatives, transforms."""
 
 from typing import Any
 
@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["only_first_derivative", "refuse_second_derivative"]
+__all__ = ["in_a_transform", "only_first_derivative", "refuse_second_derivative"]
+
+
+def in_a_transform() -> bool:
+    """Return whether a transform of `torch.func` runs.
+
+    Its tensors take no autograd functions or tensor subclasses of this package.
+    """
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
