@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import same
+from lightning_unified.step.undo import TRAINING_STEP
+from lightning_unified.step.undo.functions import names_attribute
 
 __all__ = ["OutsideWrites"]
 
@@ -49,7 +51,8 @@ class OutsideWrites:
         before = dict(batch) if self._keeps else {}
         yield
         self._stops.append(trainer.should_stop)
-        trainer.should_stop = stops
+        if not stops:
+            trainer.should_stop = False  # until the whole batch is done
         if self._keeps:
             now = dict(batch)
             self._written.append({name: one for name, one in now.items() if before.get(name, self) is not one})
@@ -61,12 +64,13 @@ class OutsideWrites:
         Raises:
             SplitError: If only some of the steps stop the Trainer, or an entry cannot be put together.
         """
-        if len(set(self._stops)) > 1:
+        if len(set(self._stops)) > 1 and names_attribute(self._trainer.lightning_module, TRAINING_STEP, "should_stop"):
             raise SplitError(
                 "training_step sets trainer.should_stop for some micro-batches of a batch and not for others; set it in on_train_batch_end, which "
                 "sees the whole batch's outputs, or declare MicroBatchRules(splittable=False)."
             )
-        self._trainer.should_stop = self._stops[0]
+        if any(self._stops):  # of the step, or of a signal's handler, which may run at any time
+            self._trainer.should_stop = True
         for name in {name for written in self._written for name in written}:
             self._batch[name] = self._whole(name)
         for name in set.intersection(*self._removed) if self._removed else ():

@@ -14,7 +14,8 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from lightning_unified.errors import RunError
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import insist
-from lightning_unified.step.undo import BatchWatch, StateWatch
+from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch
+from lightning_unified.step.undo.functions import names_attribute
 
 __all__ = ["HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
 
@@ -92,7 +93,8 @@ class StepSnapshot:
         for tracker, state in self._progress:
             tracker.__dict__.update(state)
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
-        self._trainer.should_stop = self._stops
+        if self._trainer.should_stop != self._stops and self._step_stops():  # not of a signal's handler
+            self._trainer.should_stop = self._stops
         forget_unscaled(self._trainer)
         insist(self.state.restore, device=self._device)
         batch = self._batch.again()
@@ -107,6 +109,9 @@ class StepSnapshot:
         batch = self.restore()
         self._watch.forget()
         return batch
+
+    def _step_stops(self) -> bool:
+        return names_attribute(self._trainer.lightning_module, TRAINING_STEP, "should_stop")
 
     def _restore_results(self) -> None:
         results = self._collection

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, NamesCell, cells_of
 from lightning_unified.step.undo.kinds import Kind, is_ours, is_skipped
 
-__all__ = ["class_cells", "hook_functions", "names_of", "reached_functions"]
+__all__ = ["class_cells", "hook_functions", "names_attribute", "names_of", "reached_functions"]
 
 
 def hook_functions(owner: Any, hooks: Iterable[str]) -> list[FunctionType]:
@@ -38,6 +38,11 @@ def reached_functions(module: nn.Module, hooks: Iterable[str]) -> list[FunctionT
         found.update(dict.fromkeys(new))
         queue += new
     return list(found)
+
+
+def names_attribute(module: nn.Module, hooks: Iterable[str], attribute: str) -> bool:
+    """Return whether a method that a step of `module` may call names an attribute."""
+    return any(attribute in _names_in(function.__code__) for function in reached_functions(module, hooks))
 
 
 def class_cells(module: nn.Module) -> list[Cell]:

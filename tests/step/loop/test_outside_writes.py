@@ -1,5 +1,6 @@
 """What a step writes outside its module: entries of its batch, and the order to stop."""
 
+import lightning as L
 import pytest
 import torch
 from torch.nn import functional as F
@@ -56,6 +57,20 @@ class StopsByRows(Stops):
         return batch_idx == 2 and bool((batch["y"] == 3).any())
 
 
+class Signalled(L.Callback):
+    """Stops in the middle of a step, as the handler of a signal may."""
+
+    def on_train_start(self, trainer, pl_module):
+        calls = []
+
+        def handle(*_):
+            calls.append(trainer.global_step)
+            if calls.count(2) == 2:
+                trainer.should_stop = True
+
+        pl_module.net[0].register_forward_pre_hook(handle)
+
+
 class Vector(Net):
     """Returns a loss of shape (1,)."""
 
@@ -93,6 +108,12 @@ def test_a_step_stops_the_trainer_once_for_the_batch():
 def test_micro_batches_that_differ_in_stopping_are_refused():
     with pytest.raises(SplitError, match=r"sets trainer\.should_stop for some micro-batches"):
         run(StopsByRows, batches(number=6))
+
+
+def test_an_order_to_stop_from_outside_the_step_is_kept():
+    _, trainer = run(Net, batches(number=6), callbacks=[Signalled()])
+
+    assert (trainer.global_step, trainer.should_stop) == (3, True)
 
 
 def test_a_loss_keeps_its_shape():
