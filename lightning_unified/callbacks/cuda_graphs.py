@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,8 +28,11 @@ class CudaGraphs(Callback):
     so do validation, the optimizer, recovery and new shapes. `RecordedCalls` lists the other eager cases. Data should have few
     fixed shapes: `data.padded_lengths` for texts, whole batches (`drop_last`) otherwise.
 
-    The graphs take as much memory as the trained parameters; plans of the "unified" strategies count it. Recorded activations stay
-    reserved: `torch.cuda.max_memory_reserved` includes them, `max_memory_allocated` does not.
+    Recorded activations stay reserved: `torch.cuda.max_memory_reserved` includes them, `max_memory_allocated` does not. Plans of the
+    "unified" strategies count no launches of a recorded submodule's operations, so they prefer more micro-batches to checkpointing.
+
+    Compiled parts and checkpointed blocks of a submodule are recorded too: `compile="blocks"` of a strategy and this callback together are
+    the fastest within a small budget (benchmarks/options/blocks/compiled_blocks.py).
 
     On other devices than CUDA the callback does nothing and logs that.
 
@@ -49,11 +52,10 @@ class CudaGraphs(Callback):
         self.of = [of] if isinstance(of, str) else None if of is None else [str(name) for name in of]
         self.most = most
         self._parts: dict[str, RecordedCalls] = {}
-        self._gradients: list[list[Tensor]] = []  # plans count the tensors of callbacks
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy in another process: the options. Its modules run eagerly."""
-        return {**vars(self), "_parts": {}, "_gradients": []}
+        return {**vars(self), "_parts": {}}
 
     @property
     def recorded(self) -> dict[str, int]:
@@ -80,7 +82,6 @@ class CudaGraphs(Callback):
             except ValueError as error:
                 self._take_off()
                 raise ConfigurationError(f"CudaGraphs, {name}: {error}") from error
-        self._gradients = [part.gradients for part in self._parts.values()]
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -111,7 +112,7 @@ class CudaGraphs(Callback):
     def _take_off(self) -> None:
         for part in self._parts.values():
             part.remove()
-        self._parts, self._gradients = {}, []
+        self._parts = {}
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -126,8 +126,18 @@ def _eager(
     )
     first, again = contextlib.nullcontext() if kept is None else kept.first(), _Again(*lenders)
     return checkpoint(
-        runs, *runs.saved, use_reentrant=False, context_fn=lambda: (first, again), early_stop=not runs.is_compared
+        runs,
+        *runs.saved,
+        use_reentrant=False,
+        context_fn=lambda: (first, again),
+        early_stop=not runs.is_compared,
+        # the state of a generator cannot be read in a recording; no block that draws is recorded
+        preserve_rng_state=not _is_recorded(),
     )
+
+
+def _is_recorded() -> bool:
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _may_write_buffers(owner: nn.Module | None) -> bool:

@@ -13,6 +13,7 @@ __all__ = [
     "COMPILED_CALL",
     "COMPILED_FORWARDS",
     "ORIGINAL",
+    "compiled_inside",
     "compiled_parts",
     "is_compiled",
     "mark_rows",
@@ -43,6 +44,11 @@ def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:
     """
     if is_compiled(module):
         return {"": module}
+    return compiled_inside(module)
+
+
+def compiled_inside(module: nn.Module) -> dict[str, nn.Module]:
+    """Return `compiled_parts` of the module's children."""
     found = {}
     for name, child in module.named_children():
         found |= {_joined(name, inner): part for inner, part in compiled_parts(child).items()}

@@ -15,7 +15,7 @@ from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled, mark_rows
 from lightning_unified.nn.second_run.runs import Calls
 from lightning_unified.nn.stand_in import FORWARD, StandIn, call_slot, warn_once
 
-__all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
+__all__ = ["RecomputePolicy", "Recomputing", "is_recomputed", "recomputes_by_itself"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +114,14 @@ class Recomputing:
 
 def is_recomputed(module: nn.Module) -> bool:
     """Return whether `module` recomputes in training, by `Recomputing` or Hugging Face's switch."""
-    by_itself = vars(module).get("gradient_checkpointing") is True and module.training
-    return by_itself or any(isinstance(vars(module).get(slot), _StandIn) for slot in (FORWARD, COMPILED_CALL))
+    return recomputes_by_itself(module) or any(
+        isinstance(vars(module).get(slot), _StandIn) for slot in (FORWARD, COMPILED_CALL)
+    )
+
+
+def recomputes_by_itself(module: nn.Module) -> bool:
+    """Return whether `module` recomputes in training by Hugging Face's switch."""
+    return vars(module).get("gradient_checkpointing") is True and module.training
 
 
 class _StandIn(StandIn):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["GradientBuffer", "differentiate"]
+__all__ = ["GradientBuffer", "add_to_place", "differentiate", "leave_place"]
 
 
 class GradientBuffer:
@@ -62,19 +62,23 @@ class GradientBuffer:
         """Add gradients to the buffer; return each parameter's gradient for autograd.
 
         None stands for a parameter without a gradient. It also stands for a gradient that lies in the buffer already, as after
-        an earlier micro-batch. Tensors that share the buffer for another reason keep their values.
+        an earlier micro-batch. A parameter that is used outside of the recording too (tied weights) has its gradient elsewhere, and
+        autograd adds to it. Tensors that share the buffer for another reason keep their values.
 
         Args:
             add: Adds gradients to the places.
             used: Whether each place receives a gradient.
         """
-        if not self._is_held:
+        if not self.is_held:
             self._clear()
             add()
             return self._given(self.blocks, used)
-        if self._are_gradients(used):
+        outside = self._gradients_outside(used)
+        if outside is not None:
+            for name in outside:
+                self.places[name].zero_()
             add()
-            return [None] * len(used)
+            return [one if name in outside else None for name, one in self._views(self.blocks).items()]
         before = [block.clone() for block in self.blocks]
         self._clear()
         add()
@@ -85,14 +89,14 @@ class GradientBuffer:
 
     def adopt(self) -> None:
         """Move the parameters' current gradients into the buffer, so that they are in memory once."""
-        if self._is_held or _reduces():
+        if self.is_held or _reduces():
             return
         for one, place in zip(self.parameters.values(), self._views(self.blocks).values(), strict=True):
             if one.grad is not None and one.grad.layout == torch.strided:
                 one.grad = place.copy_(one.grad)
 
     @property
-    def _is_held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether a tensor outside shares the buffer."""
         return [_users(block) for block in self.blocks] != self._own
 
@@ -103,23 +107,27 @@ class GradientBuffer:
     def _given(self, blocks: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor | None]:
         return [one if is_used else None for one, is_used in zip(self._views(blocks).values(), used, strict=True)]
 
-    def _are_gradients(self, used: Sequence[bool]) -> bool:
-        """Return whether only the parameters' gradients share the buffer, and no hook must run.
+    def _gradients_outside(self, used: Sequence[bool]) -> set[str] | None:
+        """Return the names of the used parameters whose gradient does not lie in the buffer.
 
-        A parameter's hooks would have to run whenever a gradient is added.
+        The result is None if anything but gradients shares the buffer, or if a hook must run: a parameter's hooks have to run
+        whenever a gradient is added.
         """
         if _reduces():
-            return False
+            return None
+        found: set[str] = set()
         users = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
         for (name, one), is_used in zip(self.parameters.items(), used, strict=True):
             place = self.places[name]
             has_place = one.grad is not None and one.grad.data_ptr() == place.data_ptr()
             hooks = one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None)
-            if is_used and (hooks or not has_place):
-                return False
+            if is_used and has_place and hooks:
+                return None
             if has_place:
                 users[place.untyped_storage().data_ptr()] += 1
-        return [_users(block) for block in self.blocks] == list(users.values())
+            elif is_used:
+                found.add(name)
+        return found if [_users(block) for block in self.blocks] == list(users.values()) else None
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
@@ -139,6 +147,16 @@ def _users(block: Tensor) -> int:
     return torch._C._storage_Use_Count(block.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]  # torch/_inductor/cudagraph_trees.py
 
 
+def add_to_place(place: Tensor, grad: Tensor) -> Tensor:
+    """Add a gradient to its place, and return the place to autograd, so that the gradient is freed."""
+    return place.add_(grad)
+
+
+def leave_place(place: Tensor, _: Tensor) -> Tensor:
+    """Return the place as it is, as in a rehearsal."""
+    return place
+
+
 def differentiate(
     outputs: Sequence[Tensor],
     *,
@@ -146,8 +164,9 @@ def differentiate(
     inputs: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
     buffer: GradientBuffer,
+    put: Callable[[Tensor, Tensor], Tensor] = add_to_place,
 ) -> tuple[list[bool], list[Tensor]]:
-    """Add each gradient of `leaves` to its place at once.
+    """Put each gradient of `leaves` into its place at once.
 
     Return which leaves have a gradient, and the gradients of `inputs`.
 
@@ -157,8 +176,9 @@ def differentiate(
         inputs: Tensors whose gradient is needed.
         incoming: Gradients of the outputs, None for an output without one.
         buffer: The gradient buffer of the parameters.
+        put: Function of a place and a gradient that returns the place.
     """
-    hooks = [leaf.register_hook(partial(_add, buffer.places[name])) for name, leaf in leaves.items()]
+    hooks = [leaf.register_hook(partial(put, buffer.places[name])) for name, leaf in leaves.items()]
     try:
         got = torch.autograd.grad(
             [one for one in outputs if one.requires_grad],
@@ -170,8 +190,3 @@ def differentiate(
         for hook in hooks:
             hook.remove()
     return [one is not None for one in got[: len(leaves)]], list(got[len(leaves) :])
-
-
-def _add(place: Tensor, grad: Tensor) -> Tensor:
-    """Add a gradient to its place, and return the place to autograd."""
-    return place.add_(grad)

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
-from lightning_unified.nn.cuda_graphs.recording import Call, Recording, Turn, call_of, record, recording_stream
+from lightning_unified.nn.cuda_graphs.recording import (
+    Call,
+    Recording,
+    Turn,
+    UnrecordableError,
+    call_of,
+    record,
+    recording_stream,
+)
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
 from lightning_unified.nn.stand_in import warn_once
 
@@ -35,13 +43,16 @@ class RecordedCalls:
 
     - without gradients, in eval mode, under torch's dispatch and function modes (as in a dry run), or inside another recording;
     - with arguments other than plain tensors on the network's device and plain constants;
-    - with a new shape. The first such call is checked for operations that cannot be recorded; the log names them once. Recording
+    - with a new shape. The first such call is checked for operations that cannot be recorded; the log names them once. Operations
+      of compiled parts are checked before the recording, in two more runs with nothing kept. Blocks under `Recomputing` are recorded
+      with their second run, unless the network draws random numbers. Recording
       begins after a few calls without a new shape. It covers all shapes that came more than once, the largest first. A later new
       shape frees all recordings before it runs, so that its memory does not add to theirs, and recording begins again;
     - with more than `most` shapes in turn, or while an earlier replay still waits for its backward pass;
     - inside `eager_calls`.
 
-    All recordings share one memory pool and one gradient buffer, which holds the gradients between a replay and `zero_grad`. If
+    All recordings share one memory pool and one gradient buffer, which holds the gradients between a replay and `zero_grad`. The
+    buffer exists as long as recordings do, so that gradients are in memory once. If
     memory runs out in a recording, the first error is raised, so that callers may reduce the micro-batch size. After the second,
     calls stay eager, and the run continues. Copies of the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they
     do after `Module.compile`: this class uses the same attribute of the module.
@@ -53,7 +64,6 @@ class RecordedCalls:
         most: Number of shapes to record at most.
 
     Attributes:
-        gradients: The gradient buffer's blocks, as many bytes as the trained parameters. The list object never changes.
         is_refused: Whether a reason is known why no call can be recorded.
 
     Raises:
@@ -68,7 +78,7 @@ class RecordedCalls:
         if network._compiled_call_impl is not None:
             raise ValueError(f"calls of {name} are replaced already (Module.compile does it too): remove that first.")
         self._network, self._device = network, trained[0].device
-        self.gradients: list[Tensor] = []
+        self._trained: dict[str, Tensor] = {}
         self._buffer = GradientBuffer({})
         self._state: tuple[Any, ...] | None = None
         self._shapes = KnownShapes(most=most)
@@ -91,9 +101,16 @@ class RecordedCalls:
         """The number of recorded shapes."""
         return len(self._recordings)
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradient buffer's blocks: as many bytes as the trained parameters, or none while nothing is recorded."""
+        return self._buffer.blocks
+
     def gather(self) -> None:
         """Move existing gradients into the gradient buffer, out of memory that activations left."""
-        self._buffer.adopt()
+        if not self.is_refused:
+            self._buffer = self._buffer.of(self._trained)
+            self._buffer.adopt()
 
     def release(self) -> None:
         """Free all recordings; they are made again at the next calls of their shapes."""
@@ -106,7 +123,7 @@ class RecordedCalls:
         if vars(self._network).get("_compiled_call_impl") is self:
             self._network._compiled_call_impl = None
         self._drop()
-        self._free_buffer()
+        self._buffer = GradientBuffer({})
         self._state = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +139,7 @@ class RecordedCalls:
         if not self._shapes.count_call(call.key):
             return self._first(call, args, kwargs)
         if call.key not in self._recordings and not (self._shapes.count_known_call(call.key) and self._record()):
+            self._free_unused_buffer()
             return eager(*args, **kwargs)
         turn = Turn()
         self._turn = weakref.ref(turn)
@@ -146,11 +164,8 @@ class RecordedCalls:
         """Start anew for a network that has changed."""
         self._drop()
         self._state, self._changes = state, self._changes + 1
-        trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
-        if self._shortages < 2:
-            self._buffer = self._buffer.of(trained)
-            self.gradients[:] = self._buffer.blocks
-        self._device = next(iter(trained.values())).device if trained else self._device
+        self._trained = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
+        self._device = next(iter(self._trained.values())).device if self._trained else self._device
         self.is_refused = False
         reason = why_not(self._network)
         if self._shortages > 1:
@@ -171,6 +186,7 @@ class RecordedCalls:
             self._failures = failures  # memory ran out since: earlier shapes may be too large to come again
             self._shapes.forget()
         self.release()
+        self._free_unused_buffer()
         found = look(self._network, call, args, kwargs, state=self._state)
         if found.reason is None:
             self._shapes.add(call.example())
@@ -188,12 +204,18 @@ class RecordedCalls:
             torch.OutOfMemoryError: If memory runs out for the first time; all recordings and known shapes are dropped then.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._buffer.adopt()
         try:
+            self._buffer = self._buffer.of(self._trained)
+            self._buffer.adopt()
             for call in self._shapes.due(self._recordings):
-                self._recordings[call.key] = record(
-                    self._network, call, buffer=self._buffer, written=[*self._written.values()], pool=self._pool
-                )
+                with eager_calls():
+                    self._recordings[call.key] = record(
+                        self._network, call, buffer=self._buffer, written=[*self._written.values()], pool=self._pool
+                    )
+        except UnrecordableError:
+            self._drop()
+            self._refuse("a compiled part waits for the device")
+            return False
         except BaseException as error:
             self._drop()
             self._shortages += isinstance(error, torch.OutOfMemoryError)
@@ -202,7 +224,6 @@ class RecordedCalls:
         else:
             return True
         self._refuse(_SHORT)
-        self._free_buffer()
         return False
 
     def _drop(self) -> None:
@@ -211,14 +232,15 @@ class RecordedCalls:
         self._shapes.forget()
         self._written.clear()
 
-    def _free_buffer(self) -> None:
-        """Free the gradient buffer, except for blocks that hold current gradients."""
-        self._buffer = GradientBuffer({})
-        self.gradients.clear()
+    def _free_unused_buffer(self) -> None:
+        """Free the gradient buffer if neither recordings nor gradients use it: eager calls bring gradients of their own."""
+        if not self._recordings and not self._buffer.is_held:
+            self._buffer = GradientBuffer({})
 
     def _refuse(self, reason: str) -> None:
         self.is_refused = True
         self._shapes.forget()
+        self._buffer = GradientBuffer({})  # gradients in it live on
         self._say(f"is not recorded, and runs eagerly as it is now: {reason}")
 
     def _say(self, what: str) -> None:

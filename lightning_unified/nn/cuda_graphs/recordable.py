@@ -4,7 +4,8 @@ A graph repeats kernel launches. Decisions by value, waits for the device, copie
 the recording. Or they would end the recording with an error that leaves torch's CUDA generator unusable (torch 2.11 to 2.13).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_unified.nn.autograd_limits import in_a_transform
+from lightning_unified.nn.compiled import COMPILED_CALL, ORIGINAL, compiled_inside, is_compiled
 from lightning_unified.nn.cuda_graphs.recording import Call
-from lightning_unified.nn.recomputing import is_recomputed
+from lightning_unified.nn.recomputing import is_recomputed, recomputes_by_itself
+from lightning_unified.nn.second_run.runs import saves_elsewhere
 
 __all__ = ["FirstCall", "Looking", "look", "must_run_eagerly", "reads_outside", "state_of", "why_not"]
 
@@ -42,7 +45,8 @@ def state_of(network: nn.Module) -> tuple[Any, ...]:
         hooked = (
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         )
-        found += (module.training, own.get("forward"), own.get("gradient_checkpointing"), bool(hooked))
+        compiled = None if module is network else own.get(COMPILED_CALL)
+        found += (module.training, own.get("forward"), own.get("gradient_checkpointing"), bool(hooked), compiled)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 found += (tensor.data_ptr() if type(tensor) in _PLAIN else id(tensor), tensor.requires_grad)
@@ -56,12 +60,12 @@ def why_not(network: nn.Module) -> str | None:
         return "none of its parameters is trained"
     for name, module in network.named_modules():
         where = f"{name or 'it'} ({type(module).__name__})"
-        if is_recomputed(module):
+        if recomputes_by_itself(module):
             return f"{where} recomputes its activations, which reads the state of the random generator"
         if any(getattr(module, hooks) for hooks in _HOOKS):
             return f"{where} has hooks, which would run at the recording and never again"
-        if module is not network and module._compiled_call_impl is not None:
-            return f"{where} is compiled"
+        if not is_compiled(module) and any(hasattr(value, ORIGINAL) for value in vars(module).values()):
+            return f"{where} calls a function that torch.compile returned"
         if getattr(module, "sparse", False) is True:
             return f"{where} has sparse gradients"
         if any(
@@ -80,19 +84,11 @@ def must_run_eagerly(network: nn.Module) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or in_a_transform()
-        or _saves_elsewhere()
+        or saves_elsewhere()
         or torch.is_anomaly_enabled()  # looks at values in the backward pass
         or _has_any_global_hook()
         or torch.cuda.is_current_stream_capturing()
     )
-
-
-def _saves_elsewhere() -> bool:
-    """Return whether hooks change the tensors saved for the backward pass.
-
-    Such hooks recompute (torch.utils.checkpoint), move or pack them.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Looking(TorchDispatchMode):
@@ -141,7 +137,7 @@ class Looking(TorchDispatchMode):
         name = str(func).removesuffix(".default")
         if "c10d" in func.namespace:
             return f"{name} communicates with other processes"
-        if _saves_elsewhere():
+        if saves_elsewhere():
             return "tensors saved for the backward pass are recomputed, moved or packed"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         goes_to = kwargs.get("device")
@@ -186,11 +182,53 @@ def look(
         state: `state_of(network)` before the call.
     """
     watched = {id(one): (one, one._version) for one in (*call.tensors, *network.buffers())}
-    with Looking(call.tensors[0].device) as looking:
+    device = call.tensors[0].device
+    drawn = _drawn(device)
+    with Looking(device) as looking, _unseen(network):
         result = network._call_impl(*args, **kwargs)
     written = {key: one for key, (one, version) in watched.items() if one._version != version}
     reason = looking.reason or _why_not_result(network, result, call, written, state=state)
+    if reason is None and drawn != _drawn(device) and any(is_recomputed(one) for one in network.modules()):
+        reason = "it draws random numbers, and blocks of it recompute their activations"
     return FirstCall(result=result, reason=reason, written=written)
+
+
+def _drawn(device: torch.device) -> Any:
+    """Return a value that changes when the device's random generator draws."""
+    if device.type != "cuda":
+        return torch.get_rng_state().numpy().tobytes()
+    generator = torch.cuda.default_generators[torch.device(device).index or 0]
+    return generator.initial_seed(), generator.get_offset()
+
+
+@contextmanager
+def _unseen(network: nn.Module) -> Iterator[None]:
+    """Hide operations of compiled parts from dispatch modes inside the block.
+
+    Torch's compiler does not run under them, and eager operations would need more memory.
+    """
+    before = [(part, vars(part).get(COMPILED_CALL)) for part in compiled_inside(network).values()]
+    for part, call in before:
+        vars(part)[COMPILED_CALL] = _Unseen(call or part._call_impl)
+    try:
+        yield
+    finally:
+        for part, call in before:
+            if call is None:
+                del vars(part)[COMPILED_CALL]
+            else:
+                vars(part)[COMPILED_CALL] = call
+
+
+class _Unseen:
+    """A call whose operations the innermost dispatch mode does not see."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _pop_mode_temporarily():
+            return self._call(*args, **kwargs)
 
 
 def _why_not_result(

@@ -1,7 +1,7 @@
 """Two CUDA graphs for one input shape, forward and backward, as one autograd function."""
 
 import gc
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from typing_extensions import override
 
-from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
+from lightning_unified.nn.compiled import compiled_inside
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate, leave_place
 
-__all__ = ["Call", "Recording", "Turn", "call_of", "record", "recording_stream"]
+__all__ = ["Call", "Recording", "Turn", "UnrecordableError", "call_of", "record", "recording_stream"]
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -79,6 +80,10 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.dev
     names = tuple(kwargs)
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return Call(key=(names, tuple(kinds), autocast), values=values, names=names, autocast=autocast)
+
+
+class UnrecordableError(Exception):
+    """A compiled part waits for the device, so that it cannot be recorded."""
 
 
 class Turn:
@@ -174,8 +179,10 @@ def record(
     """Record `network` called with `call`; replays read the tensors of `call`.
 
     The recording computes nothing. Leaves over the same memory replace the parameters: autograd would accumulate the parameters'
-    gradients on the streams of earlier eager passes. A recording must not wait for these streams. Autocast caches no casts between
+    gradients on the streams of earlier eager passes. A recording must not wait for these streams. Autocast keeps no casts between
     calls, since a recording's casts lie in its own memory.
+
+    A network with compiled parts is rehearsed before, because torch's compiler may not compile in a recording.
 
     Args:
         network: In train mode, on a CUDA device.
@@ -186,21 +193,32 @@ def record(
 
     Raises:
         torch.OutOfMemoryError: If memory runs out, with nothing left behind.
+        UnrecordableError: If a compiled part waits for the device.
     """
     inputs, device = call.tensors, call.tensors[0].device
-    leaves = {name: one.detach().requires_grad_() for name, one in buffer.parameters.items()}
+    # of torch's own class for parameters, which guards of compiled parts ask for
+    leaves: dict[str, Tensor] = {name: nn.Parameter(one.detach()) for name, one in buffer.parameters.items()}
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream, (on, dtype) = recording_stream(device), call.autocast
     settings: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-    args, kwargs = call.arguments()
+    wanted = [one for one in inputs if one.requires_grad]
+
+    def compute() -> Any:
+        args, kwargs = call.arguments()
+        with _casts_kept_inside(device, dtype, on=on):
+            return torch.func.functional_call(network, leaves, args, kwargs)
+
     # the outer stream context holds even where the end of a recording raises; torch.cuda.graph leaves its own stream set then
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad(), _no_collection():
-        with torch.autocast(device.type, dtype, enabled=on, cache_enabled=False), torch.cuda.graph(forward, **settings):
-            result = torch.func.functional_call(network, leaves, args, kwargs)
+        if compiled_inside(network):
+            with torch.random.fork_rng([device]), _unchanged(written):
+                for may_wait in (True, False):  # the first call may compile, and wait for it
+                    _rehearse(compute, leaves=leaves, inputs=wanted, buffer=buffer, may_wait=may_wait)
+        with torch.cuda.graph(forward, **settings):
+            result = compute()
         flat, spec = tree_flatten(result)
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
-        wanted = [one for one in inputs if one.requires_grad]
         with torch.cuda.graph(backward, **settings):
             used, of_inputs = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, buffer=buffer)
     left = iter(of_inputs)
@@ -216,6 +234,59 @@ def record(
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=list(written),
     )
+
+
+def _rehearse(
+    compute: Callable[[], Any],
+    *,
+    leaves: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    buffer: GradientBuffer,
+    may_wait: bool,
+) -> None:
+    """Run both passes once and keep nothing of them.
+
+    Raises:
+        UnrecordableError: If the passes wait for the device although `may_wait` is False.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(before if may_wait else "error")
+    try:
+        outputs = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, Tensor)]
+        incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
+        differentiate(outputs, leaves=leaves, inputs=inputs, incoming=incoming, buffer=buffer, put=leave_place)
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        raise UnrecordableError from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _casts_kept_inside(device: torch.device, dtype: torch.dtype, *, on: bool) -> Iterator[None]:
+    """Run under autocast, and forget its casts of weights at the end.
+
+    The outer autocast's setting of the cache holds, because compiled parts are compiled for it.
+    """
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(device.type, dtype, enabled=on, cache_enabled=torch.is_autocast_cache_enabled()):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors at the end."""
+    before = [one.clone() for one in tensors]
+    try:
+        yield
+    finally:
+        for one, value in zip(tensors, before, strict=True):
+            one.copy_(value)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_unified.nn.compiled import ORIGINAL, compiled_parts
 from lightning_unified.nn.second_run.outputs import Observed
 from lightning_unified.nn.second_run.writes import CopiesBeforeWrites, copy_of
 
-__all__ = ["BothRuns", "Calls", "named_errors"]
+__all__ = ["BothRuns", "Calls", "named_errors", "saves_elsewhere"]
 
 _WAYS_OUT = (
     "It depends on more than its arguments, its attributes and random generators, e.g. on a global or on a context that ends before the "
@@ -49,6 +50,7 @@ _ERRORS = (
     ValueError,
 )
 
+_own_hooks: ContextVar[Any] = ContextVar("own_hooks", default=None)
 _LATEST: list[Any] = [None]  # the class of the block that ran last for the second time
 
 
@@ -112,6 +114,13 @@ class BothRuns:
         if self._values is None:
             return self._second(saved)
         values, self._values = self._values, None
+        token = _own_hooks.set(_saving_hooks())
+        try:
+            return self._first(values)
+        finally:
+            _own_hooks.reset(token)
+
+    def _first(self, values: Sequence[Any]) -> Any:
         versions = [(place, one, one._version) for place, one in enumerate(values) if _is_writable(one)]
         writes = CopiesBeforeWrites(self._held)
         observed = Observed(looks_inside=self._looks_inside) if self.is_compared else None
@@ -167,6 +176,19 @@ def named_errors() -> Iterator[None]:
         raise RecomputationError(
             _DIFFERS.format(name=_name(kind), by="it saved other tensors") + _WAYS_OUT, kind=kind
         ) from error
+
+
+def saves_elsewhere() -> bool:
+    """Return whether hooks change the tensors saved for the backward pass.
+
+    Such hooks recompute (torch.utils.checkpoint), move or pack them. Those of `recompute` itself do not count.
+    """
+    hooks = _saving_hooks()
+    return hooks is not None and hooks != _own_hooks.get()
+
+
+def _saving_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _is_compiled(block: Any) -> bool:

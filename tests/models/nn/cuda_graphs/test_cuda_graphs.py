@@ -204,18 +204,29 @@ def test_another_network_releases_the_recordings_and_the_next_steps_are_right(ne
     torch.testing.assert_close(net.table.weight.grad, plain.table.weight.grad, rtol=0, atol=0)
 
 
-def test_recomputed_blocks_stay_eager_for_as_long_as_they_are_and_that_is_said(caplog):
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["nothing drawn", "dropout"])
+def test_recomputed_blocks_are_recorded_unless_the_network_draws(dropout, caplog):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(dropout)))
     recorded = RecordedCalls(net)
     x = torch.randn(2, 4)
-    settle(net, x)
     with caplog.at_level(logging.WARNING, "lightning_unified"), Recomputing([net[0]]):
         settle(net, x)
-        assert recorded.recorded == 0
-        assert "recomputes its activations" in caplog.text
+        assert recorded.recorded == (0 if dropout else 1)
+    assert ("draws random numbers" in caplog.text) == bool(dropout)
     settle(net, x)
 
     assert recorded.recorded == 1
+
+
+def test_blocks_that_recompute_by_transformers_switch_stay_eager(caplog):
+    net = nn.Sequential(nn.Linear(4, 4))
+    net[0].gradient_checkpointing = True
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        recorded = RecordedCalls(net)
+        settle(net, torch.randn(2, 4))
+
+    assert recorded.recorded == 0
+    assert "recomputes its activations" in caplog.text
 
 
 def test_buffers_that_a_replay_writes_show_it_in_their_version():

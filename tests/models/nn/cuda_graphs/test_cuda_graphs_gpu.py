@@ -11,7 +11,8 @@ from torch import nn
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
-from tests.support.modules.recorded.gpu import Net, assert_same, settle, step, texts
+from lightning_unified.options.compilation import Compilation
+from tests.support.modules.recorded.gpu import Block, Net, assert_same, settle, step, texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -180,6 +181,74 @@ def test_recomputed_blocks_are_recorded_only_once_they_keep_activations():
     settle(net, ids)
 
     assert recorded.recorded == 1
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_compiled_blocks_are_recorded_and_equal_eager_ones(autocast, recomputed):
+    net = Net().cuda()
+    plain = copy.deepcopy(net)
+    compilation = Compilation("blocks")
+    compilation.begin(net)
+    if recomputed:
+        Recomputing(net.blocks)
+    recorded = RecordedCalls(net)
+    shapes = [texts(rows=5), texts(rows=3)]
+    settle(net, *shapes, autocast=autocast)
+
+    assert recorded.recorded == 2
+    for seed in range(3):
+        for ids in (texts(rows=5, seed=seed), texts(rows=3, seed=seed)):
+            ours, theirs = (step(one, ids, autocast=autocast) for one in (net, plain))
+            assert ours == pytest.approx(theirs, rel=3e-3 if autocast else 1e-5)
+    assert recorded.recorded == 2
+    assert_same(net, plain, autocast=autocast)
+    recorded.remove()
+    compilation.end()
+
+
+def test_a_compiled_block_that_waits_for_the_device_stays_eager(caplog):
+    class Waiting(Block):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if x.sum().item() else 0.0)
+
+    net = Net().cuda()
+    net.blocks[0] = Waiting(64, 0.0).cuda()
+    net.blocks[0].compile()
+    recorded = RecordedCalls(net)
+    settle(net, texts())
+    assert recorded.recorded == 0
+    assert "a compiled part waits for the device" in caplog.text
+    step(net, texts())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["nothing drawn", "dropout"])
+def test_recomputed_blocks_are_recorded_unless_they_draw(dropout, caplog):
+    net = Net(dropout=dropout).cuda()
+    plain = copy.deepcopy(net)
+    Recomputing(net.blocks)
+    recorded = RecordedCalls(net)
+    settle(net, texts())
+    assert recorded.recorded == (0 if dropout else 1)
+    assert ("draws random numbers" in caplog.text) == bool(dropout)
+    if not dropout:
+        for seed in range(2):
+            assert step(net, texts(seed=seed)) == pytest.approx(step(plain, texts(seed=seed)), rel=1e-5)
+        assert_same(net, plain)
+
+
+def test_statistics_of_recomputed_blocks_count_every_replay_once():
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(2)]
+    net, x = nn.Sequential(*blocks).cuda(), torch.randn(32, 64, device="cuda")
+    plain = copy.deepcopy(net)
+    Recomputing(net)
+    recorded = RecordedCalls(net)
+    for _ in range(SETTLED + 4):
+        for one in (net, plain):
+            one(x).sum().backward()
+    assert recorded.recorded == 1
+    for (name, ours), theirs in zip(net.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}", rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_between_steps_is_eager_and_disturbs_nothing():

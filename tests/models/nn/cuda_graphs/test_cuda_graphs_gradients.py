@@ -41,6 +41,29 @@ def test_gradients_are_where_they_were_recorded_to_go(net):
     assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
 
 
+def test_weights_that_are_used_outside_of_the_recording_too_get_the_sum_of_both(net):
+    plain = copy.deepcopy(net)
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    for _ in range(3):
+        for one in (net, plain):
+            (one(IDS).square().mean() + one.table.weight.square().sum()).backward()
+
+    ours, theirs = gradients(net), gradients(plain)
+    assert all(torch.allclose(ours[name], theirs[name]) for name in ours if theirs[name] is not None)
+    inside = [one.grad for name, one in net.named_parameters() if name != "table.weight"]
+    assert storages(inside) == storages(recorded.gradients)
+
+
+def test_the_buffer_ends_with_the_recordings(net):
+    recorded = RecordedCalls(net)
+    assert not recorded.gradients
+    settle(net, IDS)
+    assert recorded.gradients
+    step(net, IDS[:2])  # a new shape frees the recordings
+    assert not recorded.gradients
+
+
 @pytest.mark.parametrize("kept_as", ["gradients", "values", "one of them", "hooked"])
 def test_gradients_that_somebody_keeps_are_not_written_over(net, kept_as):
     plain = copy.deepcopy(net)

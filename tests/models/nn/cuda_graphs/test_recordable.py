@@ -89,9 +89,23 @@ def test_modules_with_hooks_are_not_recorded(hook, caplog):
     assert "0 (Linear) has hooks" in caplog.text
 
 
-def test_networks_with_compiled_parts_or_sparse_gradients_are_not_recorded(caplog):
+def test_compiled_parts_are_recorded_and_their_operations_are_not_looked_at():
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x[x > 0].numel()
+
+    net = nn.Sequential(Masked(4, 4))
+    net[0]._compiled_call_impl = net[0]._call_impl  # as `Module.compile` sets it
+    recorded = RecordedCalls(net)
+    settle(net, torch.randn(2, 4))
+
+    assert recorded.recorded == 1
+    assert net[0]._compiled_call_impl == net[0]._call_impl
+
+
+def test_networks_with_compiled_functions_or_sparse_gradients_are_not_recorded(caplog):
     compiled = nn.Sequential(nn.Linear(4, 4))
-    compiled[0]._compiled_call_impl = compiled[0]._call_impl  # as `Module.compile` sets it
+    compiled[0].activation = torch.compile(torch.relu, backend="eager")
     sparse = nn.Sequential(nn.Embedding(50, 4, sparse=True))
     with caplog.at_level(logging.WARNING, "lightning_unified"):
         recorded = [RecordedCalls(compiled), RecordedCalls(sparse)]
@@ -99,5 +113,5 @@ def test_networks_with_compiled_parts_or_sparse_gradients_are_not_recorded(caplo
         settle(sparse, torch.arange(4))
 
     assert [one.recorded for one in recorded] == [0, 0]
-    assert "0 (Linear) is compiled" in caplog.text
+    assert "0 (Linear) calls a function that torch.compile returned" in caplog.text
     assert "0 (Embedding) has sparse gradients" in caplog.text
