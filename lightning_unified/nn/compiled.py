@@ -34,7 +34,9 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether the user or this package compiled the module's call."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or vars(module).get(COMPILED_CALL) is not None or module in COMPILED_FORWARDS
+    call = vars(module).get(COMPILED_CALL)
+    is_called = call is not None and not getattr(call, "only_records", False)
+    return is_wrapper or is_called or module in COMPILED_FORWARDS
 
 
 def compiled_parts(module: nn.Module) -> dict[str, nn.Module]:

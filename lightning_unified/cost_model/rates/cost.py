@@ -4,6 +4,8 @@ A GPU works off a queue that the host fills. In each phase the slower of the two
 
     seconds(phase) = max(host: launch · operations, device: Σ kernel + max(flops / rate, bytes / bandwidth))
 
+A CUDA graph launches all operations of a recorded module with one call.
+
 A CPU is host and device in one, so its times add up. A split batch repeats the forward and backward phases: host time grows
 with the number of micro-batches, device time with the rows.
 
@@ -47,6 +49,15 @@ _CHECKPOINTED = 90
 torch calls Python for each tensor that the block saves, when it is saved and when it is read.
 Source: benchmarks/cost_model/host_time.py measures 94 for eager blocks, and 72 for compiled ones.
 """
+
+_REPLAYED = 50
+"""Judgement: launches that a replayed call costs the host in each pass.
+
+It walks through the module's state, copies inputs and outputs, and launches a graph of up to thousands of kernels.
+"""
+
+_ACCUMULATES = "aten.add_.Tensor"
+"""Adds a parameter's gradient to that of earlier micro-batches."""
 
 _Loads = dict[tuple[str, str], float]
 """Busy seconds by processor and phase.
@@ -173,7 +184,7 @@ def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, floa
     """
     kept = trace.kept.get("repeated")
     if kept is None or kept[0] is not rates:
-        costs = _Costs(rates, trace.backend)
+        costs = _Costs(rates, trace)
         found: dict[tuple[Any, ...], tuple[Work, list[float]]] = {}
         for work in trace.events:
             if not isinstance(work, Work) or work.phase not in _REPEATED:
@@ -215,13 +226,14 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
 
 
 def _added_up(trace: Trace, rates: Rates) -> _Loads:
-    again = _CHECKPOINTED * rates.launch * trace.recomputed_blocks
+    replays = _REPLAYED * rates.launch * len(trace.replayed)
+    again = 0.0 if trace.replayed else _CHECKPOINTED * rates.launch * trace.recomputed_blocks
     loads: _Loads = {
-        ("host", "forward"): rates.part * trace.num_micro_batches,
-        ("host", "backward"): again * trace.num_micro_batches,
+        ("host", "forward"): (rates.part + replays) * trace.num_micro_batches,
+        ("host", "backward"): (again + replays) * trace.num_micro_batches,
     }
     watched = _WATCHED * rates.launch if "attention kept" in trace.options.get("recompute", "") else 0.0
-    costs = _Costs(rates, trace.backend)
+    costs = _Costs(rates, trace)
     for event in trace.events:
         if not isinstance(event, Work) or event.phase in _OUTSIDE:
             continue
@@ -238,16 +250,24 @@ def _added_up(trace: Trace, rates: Rates) -> _Loads:
 class _Costs:
     """The costs of operations, computed once for each object: many events are one object."""
 
-    def __init__(self, rates: Rates, backend: str) -> None:
-        self._rates, self._backend = rates, backend
+    def __init__(self, rates: Rates, trace: Trace) -> None:
+        self._rates, self._backend, self._replayed = rates, trace.backend, trace.replayed
         self._known: dict[int, tuple[float, float]] = {}
 
     def of(self, work: Work) -> tuple[float, float]:
         """Return the busy seconds of host and device for an operation of a trace that lives."""
         cost = self._known.get(id(work))
         if cost is None:
-            cost = self._known[id(work)] = _cost(work, self._rates, backend=self._backend)
+            host, device = _cost(work, self._rates, backend=self._backend)
+            cost = self._known[id(work)] = 0.0 if self._is_replayed(work) else host, device
         return cost
+
+    def _is_replayed(self, work: Work) -> bool:
+        if not self._replayed or work.phase not in _REPEATED:
+            return False
+        if work.op == _ACCUMULATES and not work.place:
+            return True
+        return any(work.place == name or work.place.startswith(f"{name}.") for name in self._replayed)
 
 
 def _cost(work: Work, rates: Rates, *, backend: str) -> tuple[float, float]:

@@ -165,6 +165,7 @@ class Trace:
         options: Memory options of the step, such as `{"recompute": "all", "precision": "bf16-mixed"}`.
         attends: Whether the step called torch's attention with gradients on a backend that is not the CPU.
         recomputed_blocks: Number of blocks that run again in the backward pass of a micro-batch.
+        replayed: Names of modules whose training calls are replayed as CUDA graphs.
     """
 
     events: tuple[Event, ...]
@@ -177,6 +178,7 @@ class Trace:
     options: Mapping[str, str] = field(default_factory=dict)
     attends: bool = False
     recomputed_blocks: int = 0
+    replayed: tuple[str, ...] = ()
 
     @cached_property
     def kept(self) -> dict[Any, Any]:

@@ -6,6 +6,7 @@ from lightning_unified.nn.cuda_graphs.graphs import (
     is_recorded,
     may_be_recorded,
     release_recordings,
+    replayed_parts,
 )
 
-__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]
+__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings", "replayed_parts"]

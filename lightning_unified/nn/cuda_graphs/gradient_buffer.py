@@ -148,7 +148,10 @@ def _users(block: Tensor) -> int:
 
 
 def add_to_place(place: Tensor, grad: Tensor) -> Tensor:
-    """Add a gradient to its place, and return the place to autograd, so that the gradient is freed."""
+    """Add a gradient to its place, and return the place to autograd.
+
+    So the gradient is freed.
+    """
     return place.add_(grad)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unified.nn.compiled import COMPILED_CALL
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import (
@@ -27,7 +28,7 @@ from lightning_unified.nn.cuda_graphs.recording import (
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
 from lightning_unified.nn.stand_in import warn_once
 
-__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]
+__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings", "replayed_parts"]
 
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
@@ -65,10 +66,13 @@ class RecordedCalls:
 
     Attributes:
         is_refused: Whether a reason is known why no call can be recorded.
+        only_records: Tells `is_compiled` that the network is not compiled.
 
     Raises:
         ValueError: If the network has no trained parameter, or its calls are replaced already.
     """
+
+    only_records = True
 
     def __init__(self, network: nn.Module, *, most: int = 16) -> None:
         trained = [one for one in network.parameters() if one.requires_grad]
@@ -103,7 +107,7 @@ class RecordedCalls:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradient buffer's blocks: as many bytes as the trained parameters, or none while nothing is recorded."""
+        """The gradient buffer's blocks; none without recordings."""
         return self._buffer.blocks
 
     def gather(self) -> None:
@@ -120,7 +124,7 @@ class RecordedCalls:
 
     def remove(self) -> None:
         """Restore the network; a second call does nothing."""
-        if vars(self._network).get("_compiled_call_impl") is self:
+        if vars(self._network).get(COMPILED_CALL) is self:
             self._network._compiled_call_impl = None
         self._drop()
         self._buffer = GradientBuffer({})
@@ -233,7 +237,10 @@ class RecordedCalls:
         self._written.clear()
 
     def _free_unused_buffer(self) -> None:
-        """Free the gradient buffer if neither recordings nor gradients use it: eager calls bring gradients of their own."""
+        """Free the gradient buffer if neither recordings nor gradients use it.
+
+        Eager calls bring gradients of their own.
+        """
         if not self._recordings and not self._buffer.is_held:
             self._buffer = GradientBuffer({})
 
@@ -260,6 +267,14 @@ def may_be_recorded(network: nn.Module) -> bool:
     return any(not one.is_refused for one in _stand_ins(network))
 
 
+def replayed_parts(network: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules in `network` whose calls may be recorded."""
+    if not _IN_USE:
+        return ()
+    calls = {name: vars(module).get(COMPILED_CALL) for name, module in network.named_modules()}
+    return tuple(name for name, call in calls.items() if isinstance(call, RecordedCalls) and not call.is_refused)
+
+
 def release_recordings(network: nn.Module) -> None:
     """Free the recordings of `network` and all modules in it.
 
@@ -283,7 +298,7 @@ def _stand_ins(network: nn.Module) -> Iterator[RecordedCalls]:
     if not _IN_USE:  # this runs at every step, and networks have hundreds of modules
         return
     for module in network.modules():
-        own = vars(module).get("_compiled_call_impl")
+        own = vars(module).get(COMPILED_CALL)
         if isinstance(own, RecordedCalls):
             yield own
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.compiled import compiled_parts
+from lightning_unified.nn.compiled import compiled_parts, is_compiled
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
 
 __all__ = ["PLAIN", "TiedHead", "obstacles", "output_heads", "tied_heads"]
@@ -215,6 +215,6 @@ def _compiled(module: nn.Module) -> dict[str, str]:
     """Return the classes of compiled submodules, by name."""
     found: dict[str, str] = {}
     for name, child in module.named_modules():
-        if hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None:
+        if is_compiled(child):
             found[name] = type(getattr(child, "_orig_mod", child)).__name__
     return found

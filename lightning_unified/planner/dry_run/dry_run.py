@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.errors import DryRunError, LightningUnifiedError
+from lightning_unified.nn.cuda_graphs import replayed_parts
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run.fake_fit import FakeFit, Templates
 from lightning_unified.planner.dry_run.isolation import untouched
@@ -191,6 +192,7 @@ class DryRun:
             options={name: str(value) for name, value in options.items() if value is not None},
             attends=fit.attends,
             recomputed_blocks=fit.recomputed_blocks,
+            replayed=replayed_parts(spec.module) if spec.backend == "cuda" else (),
         )
 
 

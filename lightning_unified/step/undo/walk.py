@@ -21,6 +21,23 @@ _WIDEST = 1000  # a container with more entries: its entries are recorded and no
 _MANY = 64  # in a container with more tensors, none is copied: it gathers results, and no step writes these again
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+# torch/_dynamo/decorators.py and variables/builder.py note these on tensors that a compiled call gets
+_OF_COMPILER = frozenset(
+    f"_dynamo_{name}"
+    for name in (
+        "dynamic_indices",
+        "dynamic_range",
+        "hint_overrides",
+        "propagated_dynamic_indices",
+        "shape_ids",
+        "static_indices",
+        "static_input_type",
+        "strict_unbacked_indices",
+        "unbacked_bounds",
+        "unbacked_indices",
+        "weak_dynamic_indices",
+    )
+)
 _OF_METRICS = _OF_MODULES | {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}
 _TENSOR_DICTS = ("_parameters", "_buffers")
 _INERT, _TENSOR = Kind.INERT, Kind.TENSOR  # faster than the attributes of an enum, which a function looks up
@@ -140,7 +157,7 @@ class Walk:
         for name, tensor in noted.items():
             if type(tensor) in (Tensor, nn.Parameter):
                 path = (cell.path, name, "attribute")
-                self._add(MappingCell(vars(tensor), path, style="attribute"), 0, is_metric=False)
+                self._add(MappingCell(vars(tensor), path, style="attribute", skip=_OF_COMPILER), 0, is_metric=False)
         if all(id(tensor) in self._trained for tensor in noted.values()):
             return  # true of most dicts of parameters; comparing them before every step would take a third of the time
         self.found.cells.append((cell, noted))
