@@ -5,6 +5,7 @@ vocabulary, C diagnoses.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from lightning_unified.models.decoder_sizes import check_parameters
 from lightning_unified.models.gearhead.kv_cache import KVCache
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
+from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 __all__ = ["GearHeadNetwork"]
 
@@ -121,11 +123,18 @@ class GearHeadNetwork(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return the vectors after the last layer norm.
+        labels: Tensor | None = None,
+        diagnosis_labels: Tensor | None = None,
+        chunk_rows: int | None = None,
+    ) -> Any:
+        """Return the vectors after the last layer norm, or with `labels` the sums of the loss.
+
+        The sums are the scalars `loss`, over tokens, `diagnosis_loss`, and `right`, the number of right diagnoses. Without a diagnostic
+        head, the last two are 0. They are computed here, so that recorded calls (`CudaGraphs`) contain them.
 
         Shapes:
-            input_ids, error_code_ids, positions (B, T); mask (B, 1, T, T_all), True where a token may attend; out (B, T, D).
+            input_ids, error_code_ids, positions, labels, diagnosis_labels (B, T); mask (B, 1, T, T_all), True where a token may attend;
+            out (B, T, D).
 
         Args:
             input_ids: Token ids.
@@ -134,6 +143,9 @@ class GearHeadNetwork(nn.Module):
             cache: Keys and values of earlier tokens; the method adds those of the new tokens.
             mask: By default each token attends to itself and all earlier ones. Needed if a batch is padded on the left, or
                 several tokens follow a filled cache.
+            labels: The tokens themselves, -100 where they are not scored. Position t is scored on label t + 1.
+            diagnosis_labels: Subsystems, -100 where none is asked for; None asks nowhere.
+            chunk_rows: Number of tokens of a chunk of the loss; None chooses.
 
         Raises:
             ValueError: If the text exceeds the network's positions, or a needed mask is missing.
@@ -162,7 +174,22 @@ class GearHeadNetwork(nn.Module):
                 x = block(x, cache, mask)
         if cache is not None:
             cache.advance(T)
-        return self.ln_final(x)
+        hidden = self.ln_final(x)
+        return hidden if labels is None else self._sums(hidden, labels, diagnosis_labels, chunk_rows)
+
+    def _sums(
+        self, hidden: Tensor, labels: Tensor, diagnosis_labels: Tensor | None, chunk_rows: int | None
+    ) -> dict[str, Tensor]:
+        # The labels are shifted, not the vectors: a copy of (B, T) integers is cheap, one of (B, T, D) is not.
+        shifted, weight = functional.pad(labels[:, 1:], (0, 1), value=IGNORED), self.token_embedding.weight
+        loss = linear_cross_entropy(hidden, weight=weight, labels=shifted, reduction="sum", chunk_rows=chunk_rows)
+        if self.diagnostic_head is None:
+            zero = torch.zeros((), device=hidden.device)
+            return {"loss": loss, "diagnosis_loss": zero, "right": zero}
+        scores = self.diagnose(hidden).flatten(0, 1)
+        asked = (torch.full_like(labels, IGNORED) if diagnosis_labels is None else diagnosis_labels).flatten()
+        diagnosis_loss = functional.cross_entropy(scores, asked, reduction="sum", ignore_index=IGNORED)
+        return {"loss": loss, "diagnosis_loss": diagnosis_loss, "right": (scores.detach().argmax(-1) == asked).sum()}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (..., V) of the next token, by the token table (tied head)."""

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
+from lightning_unified.nn.linear_cross_entropy import IGNORED
 
 __all__ = ["loss_sums", "mean_loss", "with_totals"]
 
@@ -30,23 +29,17 @@ def with_totals(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def loss_sums(
     network: GearHeadNetwork, batch: Mapping[str, Tensor], *, chunk_rows: int | None = None
 ) -> dict[str, Tensor]:
-    """Return the scalars `loss`, `diagnosis_loss` and `right`.
+    """Return the network's scalars `loss`, `diagnosis_loss` and `right` for a batch.
 
-    The loss is summed over tokens, and `right` is the number of right diagnoses. Without a diagnostic head, the last two are
-    0. `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
+    `chunk_rows` is the number of tokens of a chunk of the loss; None chooses.
     """
-    hidden = network(batch["input_ids"], batch.get("error_code_ids"))
-    # The labels are shifted, not the vectors: a copy of (B, T) integers is cheap, one of (B, T, D) is not.
-    labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    weight = network.token_embedding.weight
-    loss = linear_cross_entropy(hidden, weight=weight, labels=labels, reduction="sum", chunk_rows=chunk_rows)
-    if network.diagnostic_head is None:
-        zero = torch.zeros((), device=hidden.device)
-        return {"loss": loss, "diagnosis_loss": zero, "right": zero}
-    scores = network.diagnose(hidden).flatten(0, 1)
-    asked = batch.get("diagnosis_labels", torch.full_like(batch["input_ids"], IGNORED)).flatten()
-    diagnosis_loss = functional.cross_entropy(scores, asked, reduction="sum", ignore_index=IGNORED)
-    return {"loss": loss, "diagnosis_loss": diagnosis_loss, "right": (scores.detach().argmax(-1) == asked).sum()}
+    return network(
+        batch["input_ids"],
+        batch.get("error_code_ids"),
+        labels=batch["labels"],
+        diagnosis_labels=batch.get("diagnosis_labels"),
+        chunk_rows=chunk_rows,
+    )
 
 
 def mean_loss(

@@ -5,8 +5,17 @@ from lightning_unified.nn.cuda_graphs.graphs import (
     eager_calls,
     is_recorded,
     may_be_recorded,
+    no_new_recordings,
     release_recordings,
     replayed_parts,
 )
 
-__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings", "replayed_parts"]
+__all__ = [
+    "RecordedCalls",
+    "eager_calls",
+    "is_recorded",
+    "may_be_recorded",
+    "no_new_recordings",
+    "release_recordings",
+    "replayed_parts",
+]

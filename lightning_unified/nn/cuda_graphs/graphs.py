@@ -28,9 +28,18 @@ from lightning_unified.nn.cuda_graphs.recording import (
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
 from lightning_unified.nn.stand_in import warn_once
 
-__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings", "replayed_parts"]
+__all__ = [
+    "RecordedCalls",
+    "eager_calls",
+    "is_recorded",
+    "may_be_recorded",
+    "no_new_recordings",
+    "release_recordings",
+    "replayed_parts",
+]
 
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
+_waits: ContextVar[bool] = ContextVar("waits", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
 _CHANGES = 64  # judgement: changes of the network after which its calls stay eager
 _IN_USE: "weakref.WeakSet[RecordedCalls]" = weakref.WeakSet()
@@ -142,9 +151,11 @@ class RecordedCalls:
             return eager(*args, **kwargs)
         if not self._shapes.count_call(call.key):
             return self._first(call, args, kwargs)
-        if call.key not in self._recordings and not (self._shapes.count_known_call(call.key) and self._record()):
-            self._free_unused_buffer()
-            return eager(*args, **kwargs)
+        if call.key not in self._recordings:
+            is_due = self._shapes.count_known_call(call.key) and not _waits.get()
+            if not (is_due and self._record()):
+                self._free_unused_buffer()
+                return eager(*args, **kwargs)
         turn = Turn()
         self._turn = weakref.ref(turn)
         return self._recordings[call.key].replay(call.tensors, turn=turn)
@@ -292,6 +303,16 @@ def eager_calls() -> Iterator[None]:
         yield
     finally:
         _paused.reset(token)
+
+
+@contextmanager
+def no_new_recordings() -> Iterator[None]:
+    """Make no recording inside the context; those that exist are replayed."""
+    token = _waits.set(True)
+    try:
+        yield
+    finally:
+        _waits.reset(token)
 
 
 def _stand_ins(network: nn.Module) -> Iterator[RecordedCalls]:

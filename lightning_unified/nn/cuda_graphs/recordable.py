@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_unified.nn.autograd_limits import in_a_transform
 from lightning_unified.nn.compiled import COMPILED_CALL, ORIGINAL, compiled_inside, is_compiled
 from lightning_unified.nn.cuda_graphs.recording import Call
-from lightning_unified.nn.recomputing import is_recomputed, recomputes_by_itself
-from lightning_unified.nn.second_run.runs import saves_elsewhere
+from lightning_unified.nn.recomputing import recomputes_by_itself
+from lightning_unified.nn.second_run.runs import recomputed_calls, saves_elsewhere
 
 __all__ = ["FirstCall", "Looking", "look", "must_run_eagerly", "reads_outside", "state_of", "why_not"]
 
@@ -183,12 +183,12 @@ def look(
     """
     watched = {id(one): (one, one._version) for one in (*call.tensors, *network.buffers())}
     device = call.tensors[0].device
-    drawn = _drawn(device)
+    drawn, recomputed = _drawn(device), recomputed_calls()
     with Looking(device) as looking, _unseen(network):
         result = network._call_impl(*args, **kwargs)
     written = {key: one for key, (one, version) in watched.items() if one._version != version}
     reason = looking.reason or _why_not_result(network, result, call, written, state=state)
-    if reason is None and drawn != _drawn(device) and any(is_recomputed(one) for one in network.modules()):
+    if reason is None and drawn != _drawn(device) and recomputed != recomputed_calls():
         reason = "it draws random numbers, and blocks of it recompute their activations"
     return FirstCall(result=result, reason=reason, written=written)
 

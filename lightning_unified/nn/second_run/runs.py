@@ -16,7 +16,7 @@ from lightning_unified.nn.compiled import ORIGINAL, compiled_parts
 from lightning_unified.nn.second_run.outputs import Observed
 from lightning_unified.nn.second_run.writes import CopiesBeforeWrites, copy_of
 
-__all__ = ["BothRuns", "Calls", "named_errors", "saves_elsewhere"]
+__all__ = ["BothRuns", "Calls", "named_errors", "recomputed_calls", "saves_elsewhere"]
 
 _WAYS_OUT = (
     "It depends on more than its arguments, its attributes and random generators, e.g. on a global or on a context that ends before the "
@@ -51,6 +51,7 @@ _ERRORS = (
 )
 
 _own_hooks: ContextVar[Any] = ContextVar("own_hooks", default=None)
+_count = [0]  # of first runs so far
 _LATEST: list[Any] = [None]  # the class of the block that ran last for the second time
 
 
@@ -114,6 +115,7 @@ class BothRuns:
         if self._values is None:
             return self._second(saved)
         values, self._values = self._values, None
+        _count[0] += 1
         token = _own_hooks.set(_saving_hooks())
         try:
             return self._first(values)
@@ -176,6 +178,11 @@ def named_errors() -> Iterator[None]:
         raise RecomputationError(
             _DIFFERS.format(name=_name(kind), by="it saved other tensors") + _WAYS_OUT, kind=kind
         ) from error
+
+
+def recomputed_calls() -> int:
+    """Return how many calls so far run a second time in the backward pass."""
+    return _count[0]
 
 
 def saves_elsewhere() -> bool:

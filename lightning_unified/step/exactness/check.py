@@ -49,6 +49,7 @@ class ExactnessCheck:
         splitter: Splits batches.
         step: Runs `training_step` as the loop does.
         fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
+        make_room: Is called before each comparison.
 
     Attributes:
         tables: The merge rules for outputs, logs, metrics and written state.
@@ -63,8 +64,9 @@ class ExactnessCheck:
         splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        self._trainer, self._splitter = trainer, splitter
+        self._trainer, self._splitter, self._make_room = trainer, splitter, make_room
         self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()
         self._runner = Runner(trainer, step=step)
         self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
@@ -231,6 +233,7 @@ class ExactnessCheck:
             is_first=self._verdict is None or not self._verdict.conclusive,
             since=self._last.since(self._trainer.global_step),
         )
+        self._make_room()
         with activity("comparing whole and split rows"):
             found = self._examination.findings(check)
         self._checks, self._checked_at = self._checks + 1, self._batches

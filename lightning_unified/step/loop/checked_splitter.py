@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified.nn.cuda_graphs import release_recordings
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.facts.graph import GraphFact
@@ -71,7 +72,16 @@ class CheckedSplitter:
 
     def _new_check(self) -> ExactnessCheck:
         rules, splitter = self._rules, self.splitter
-        return ExactnessCheck(self._trainer, rules=rules, splitter=splitter, step=self._step, fits=self._fits)
+        return ExactnessCheck(
+            self._trainer, rules=rules, splitter=splitter, step=self._step, fits=self._fits, make_room=self._make_room
+        )
+
+    def _make_room(self) -> None:
+        """Free CUDA graphs where memory is scarce, because a check runs eagerly beside them."""
+        watch = self._policy.watch
+        reserved = watch.reading().reserved.bytes
+        if reserved is not None and 2 * reserved > watch.bytes:
+            release_recordings(self._trainer.lightning_module)
 
     def split(
         self, kwargs: "OrderedDict[str, Any]", whole: Callable[[], ClosureResult], *, batch_idx: int

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
+from lightning_unified.nn.cuda_graphs import no_new_recordings
 from lightning_unified.step.exactness.facts.graph import GraphFact, graph_fact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.tables import Tables
@@ -256,13 +257,20 @@ class SplitBatch:
 
     @contextmanager
     def _gradients_aside(self, index: int, *, in_window: bool) -> Iterator[None]:
-        """Protect earlier gradients from a step that runs backward or `zero_grad` itself."""
+        """Protect earlier gradients from a step that runs backward or `zero_grad` itself.
+
+        A CUDA graph would be recorded while these gradients are held twice.
+        """
+        if index == 0 and not in_window:
+            yield
+            return
         held = [parameter.grad for parameter in self._parameters]
         if index == 0:
             versions = [None if gradient is None else gradient._version for gradient in held]
-            yield
+            with no_new_recordings():
+                yield
             now = [parameter.grad for parameter in self._parameters]
-            if in_window and not all(map(_is_untouched, held, versions, now)):
+            if not all(map(_is_untouched, held, versions, now)):
                 raise SplitError(
                     "training_step changes gradients itself (backward or zero_grad) in an accumulation window, where a split batch would do so "
                     "once a micro-batch. Use torch.autograd.grad in the step, accumulate_grad_batches=1, or MicroBatchRules(splittable=False)."
@@ -271,7 +279,8 @@ class SplitBatch:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            yield
+            with no_new_recordings():
+                yield
         finally:
             for parameter, gradient in zip(self._parameters, held, strict=True):
                 parameter.grad = gradient
