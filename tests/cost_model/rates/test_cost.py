@@ -51,6 +51,20 @@ def test_a_step_of_tiny_operations_lasts_as_long_as_their_launches():
     assert step_seconds(trace(*works), rates()) == pytest.approx(1000 * rates().launch)
 
 
+def test_a_replayed_module_costs_the_host_one_launch_of_all_its_operations():
+    inside = [Work("add", "forward", place="net.blocks.0", moved=64)] * 1000
+    outside = [Work("add", "forward", place="network", moved=64)] * 1000
+    added_up = [Work("aten.add_.Tensor", "backward", moved=64)] * 1000
+    replayed = {"rows": 4, "backend": "cuda", "replayed": ("net",)}
+    launch, kernel = rates().launch, rates().kernel_seconds(flops=0, moved=64, dtype="")
+
+    assert step_seconds(Trace(events=(*outside, *inside), **replayed), rates()) == pytest.approx(
+        1100 * launch, rel=1e-6
+    )
+    assert step_seconds(Trace(events=(*inside, *added_up), **replayed), rates(kernel=0)) < 101 * launch
+    assert step_seconds(Trace(events=(*inside, *inside), **replayed), rates()) >= 2000 * kernel
+
+
 def test_saving_attention_costs_the_host_twice_for_each_forward_operation():
     works = [Work("add", "forward", moved=64)] * 1000
     kept = Trace(events=works, rows=4, backend="cuda", options={"recompute": str(KEPT)})

@@ -302,3 +302,18 @@ def test_the_failing_operation_fails():
     FAULTS.update(at={1}, calls=0)
     with pytest.raises(torch.OutOfMemoryError):
         Fails.apply(torch.ones(1, requires_grad=True)).sum().backward()
+
+
+def test_what_torchs_compiler_notes_on_parameters_is_no_state_of_the_module():
+    class Noted(Plain):
+        def training_step(self, *args):
+            weight = next(self.parameters())
+            for name in ("_dynamo_dynamic_range", "seen"):
+                setattr(weight, name, getattr(weight, name, 0) + 1)
+            return super().training_step(*args)
+
+    module, trainer = train(Noted, batch_size=4, micro_batch_size=2)
+    weight = next(module.parameters())
+
+    assert weight.seen == trainer.global_step
+    assert weight._dynamo_dynamic_range > trainer.global_step

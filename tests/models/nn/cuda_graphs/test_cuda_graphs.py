@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_unified.nn.cuda_graphs import RecordedCalls, eager_calls, is_recorded, release_recordings, shapes
+from lightning_unified.nn.compiled import compiled_parts
+from lightning_unified.nn.cuda_graphs import (
+    RecordedCalls,
+    eager_calls,
+    is_recorded,
+    no_new_recordings,
+    release_recordings,
+    replayed_parts,
+    shapes,
+)
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.recording import Recording, call_of
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
@@ -67,6 +76,29 @@ def test_a_shape_that_came_only_once_is_recorded_when_it_comes_again(net):
 
     step(net, IDS[:2])
     assert recorded.recorded == 2
+
+
+def test_inside_no_new_recordings_those_that_exist_are_replayed(net, monkeypatch):
+    replayed, replay, recorded = [], Recording.replay, RecordedCalls(net)
+    monkeypatch.setattr(Recording, "replay", lambda *args, **kwargs: (replayed.append(1), replay(*args, **kwargs))[1])
+    with no_new_recordings():
+        settle(net, IDS)
+        assert recorded.recorded == 0
+    settle(net, IDS)
+    replayed.clear()
+    with no_new_recordings():
+        step(net)
+
+    assert recorded.recorded == 1
+    assert replayed == [1]
+
+
+def test_a_recorded_network_is_not_a_compiled_one(net):
+    RecordedCalls(net)
+
+    assert not compiled_parts(nn.Sequential(net))
+    assert replayed_parts(nn.Sequential(net)) == ("0",)
+    assert replayed_parts(nn.Linear(2, 2)) == ()
 
 
 def test_more_shapes_than_allowed_run_eagerly_and_that_is_said_once(net, caplog):
