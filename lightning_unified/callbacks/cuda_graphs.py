@@ -29,10 +29,9 @@ class CudaGraphs(Callback):
     fixed shapes: `data.padded_lengths` for texts, whole batches (`drop_last`) otherwise.
 
     Recorded activations stay reserved: `torch.cuda.max_memory_reserved` includes them, `max_memory_allocated` does not. Plans of the
-    "unified" strategies count no launches of a recorded submodule's operations, so they prefer more micro-batches to checkpointing.
+    "unified" strategies count no launches of a recorded submodule's operations, so that small micro-batches cost less time.
 
-    Compiled parts and checkpointed blocks of a submodule are recorded too: `compile="blocks"` of a strategy and this callback together are
-    the fastest within a small budget (benchmarks/options/blocks/compiled_blocks.py).
+    Compiled parts of a submodule are recorded too. So are checkpointed blocks, unless the submodule draws random numbers.
 
     On other devices than CUDA the callback does nothing and logs that.
 
