@@ -9,6 +9,7 @@ from lightning_unified.cost_model.memory import limit as limits
 from lightning_unified.cost_model.memory import reserve
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import allocator_peak
+from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.dry_run.fake_fit import FakeFit
@@ -181,22 +182,29 @@ def test_borrowed_blocks_that_differ_are_learnt_before_all_are_traced():
 
 def test_a_trace_is_replayed_once_for_each_limit(monkeypatch):
     trace = trace_step(Stack(), Stack.batch(4), rows=4, num_micro_batches=1, **MPS)
-    replays, replay = [], reserve.RunReplay
-
-    class Noted(replay):
-        def __init__(self, *args):
-            replays.append(args)
-            super().__init__(*args)
-
-    monkeypatch.setattr(reserve, "RunReplay", Noted)
-    monkeypatch.setattr(limits, "RunReplay", Noted)
+    replays, run = [], reserve.Replay._run
+    monkeypatch.setattr(reserve.Replay, "_run", lambda self: (replays.append(self), run(self))[1])
     plenty = 4 * allocator_peak(trace).reserved
     for _ in range(3):
         assert fits_within(trace, plenty)
         assert not fits_within(trace, 1)
         allocator_peak(trace)
 
-    assert len(replays) == 3  # without a limit, and within each of the two
+    assert len(replays) == 2  # without a limit, and within the small one; the large one changes nothing
+
+
+@pytest.mark.parametrize("torch_version", [(2, 13), (2, 14)], ids=["heaps", "placement"])
+def test_limits_between_which_no_comparison_changes_share_a_replay(torch_version):
+    trace = trace_step(Stack(), Stack.batch(4), rows=4, num_micro_batches=1, **MPS)
+    settings = AllocatorSettings(torch_version=torch_version)
+    free = allocator_peak(trace, settings=settings).reserved
+    sizes = [int(free * share / 100) for share in range(60, 130, 2)]
+    shared = [limits._reserved_within(trace, size, settings) for size in sizes]
+    alone = [limits._replayed(trace, size, settings, []) for size in sizes]
+
+    assert shared == alone
+    assert None in alone and free in alone
+    assert len(trace.kept["alike", settings]) < len(sizes)
 
 
 def test_copies_of_many_small_tensors_are_made_in_the_first_step_only():

@@ -10,16 +10,18 @@ from typing import cast
 
 from typing_extensions import override
 
-from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, pools_of
-from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.cost_model.memory.reserve import Replay, allocator_peak, pools_of
+from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.hardware.allocators.metal import MetalLimits, MetalPools
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Pools
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.hardware.environment.watermarks import LOW_SHARE
+from lightning_unified.units import MIB
 
 __all__ = ["fits_within"]
 
 _DEFAULT = AllocatorSettings()
+_UNKNOWN = object()
 _STEP = 1.01  # ratio of two limits that are tried: about the error of a prediction of reserved bytes
 _BELOW = 2  # judgement: steps below the limit; benchmarks/overhead/ranks/sharded_ranks.py ran out of memory in a plan with room 1 % below
 
@@ -40,8 +42,8 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
+    unhindered = allocator_peak(trace, settings=settings).reserved
     found = _reserved_within(trace, limit, settings)
-    unhindered = None if found is None else allocator_peak(trace, settings=settings).reserved
     others = _limits_around(limit, below=_BELOW if trace.backend in ("cuda", "rocm") else 0)
     while found not in (None, unhindered):
         found = _reserved_within(trace, next(others), settings)
@@ -55,16 +57,46 @@ def _reserved_within(trace: Trace, limit: float, settings: AllocatorSettings) ->
     """
     key = "allocator", settings, limit
     unhindered = trace.kept.get(("allocator", settings))
-    if unhindered is not None and unhindered.reserved <= limit and trace.backend != "mps":
-        return unhindered.reserved  # no block would have met the limit; Metal changes its ways before that
+    if unhindered is not None and unhindered.reserved <= (
+        _unnoticed(trace, limit) if trace.backend == "mps" else limit
+    ):
+        return unhindered.reserved  # no block would have met the limit
     if key not in trace.kept:
-        pools = pools_of(trace.backend, settings)
-        kind = _MetalWithinLimit if trace.backend == "mps" else _WithinLimit
-        try:
-            trace.kept[key] = RunReplay(trace, cast("Pools", kind(pools, limit))).peak().reserved
-        except _FullError:
-            trace.kept[key] = None
+        alike = trace.kept.setdefault(("alike", settings), [])
+        same = next((found for lowest, highest, found in alike if lowest <= limit < highest), _UNKNOWN)
+        trace.kept[key] = _replayed(trace, limit, settings, alike) if same is _UNKNOWN else same
     return trace.kept[key]
+
+
+def _replayed(
+    trace: Trace, limit: float, settings: AllocatorSettings, alike: list[tuple[float, float, int | None]]
+) -> int | None:
+    """Return the most bytes reserved in a replay within `limit`; None if a block finds no place.
+
+    Metal's allocator compares bytes with its limits, and nothing else. So the result holds for all limits between the nearest of these
+    bytes. `alike` gets the lowest such limit, the one above the highest, and the result.
+    """
+    pools = pools_of(trace.backend, settings)
+    within = _MetalWithinLimit(pools, limit) if trace.backend == "mps" else _WithinLimit(pools, limit)
+    try:
+        found = Replay(trace, cast("Pools", within)).reserved()
+    except _FullError:
+        found = None
+    if isinstance(within, _MetalWithinLimit):
+        alike.append((within.limits.lowest, within.limits.highest, found))
+    return found
+
+
+def _unnoticed(trace: Trace, limit: float) -> float:
+    """Return the reserved bytes up to which Metal's allocator works as without a limit.
+
+    It is short of memory near the low watermark, and counts each block beside all heaps (`MetalLimits`).
+    """
+    largest = trace.kept.get("largest")
+    if largest is None:
+        sizes = (event.bytes for event in trace.events if isinstance(event, Take))
+        largest = trace.kept["largest"] = max(sizes, default=0)
+    return min(LOW_SHARE * limit, limit - largest) - MIB
 
 
 def _limits_around(limit: float, *, below: int) -> Iterator[float]:
@@ -118,16 +150,65 @@ class _WithinLimit:
         self._pools.give_back(block)
 
 
+class _NotedLimits(MetalLimits):
+    """Limits that note between which other limits all comparisons would give the same result.
+
+    Attributes:
+        lowest: The lowest such limit.
+        highest: The lowest limit above all of them.
+    """
+
+    lowest: float
+    highest: float
+
+    def __init__(self, high: float) -> None:
+        super().__init__(high=high, low=LOW_SHARE * high)
+        self._note("lowest", 0.0)
+        self._note("highest", math.inf)
+
+    @override
+    def allow(self, size: int, *, reserved: int) -> bool:
+        allowed = super().allow(size, reserved=reserved)
+        self._compared(reserved + size, is_below=allowed)
+        return allowed
+
+    @override
+    def are_near(self, reserved: int) -> bool:
+        near = super().are_near(reserved)
+        self._compared((reserved + MIB) / LOW_SHARE, is_below=not near)
+        return near
+
+    @override
+    def excess(self, reserved: int) -> float:
+        excess = super().excess(reserved)
+        if excess:  # other limits have another excess
+            self._compared(cast("float", self.high), is_below=True)
+            self._compared(math.nextafter(cast("float", self.high), math.inf), is_below=False)
+        else:
+            self._compared(reserved / LOW_SHARE, is_below=True)
+        return excess
+
+    def _compared(self, value: float, *, is_below: bool) -> None:
+        if is_below:
+            if value + 1 > self.lowest:
+                self._note("lowest", value + 1)  # a byte for the rounding of floats
+        elif value - 1 < self.highest:
+            self._note("highest", value - 1)
+
+    def _note(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, value)  # the class is frozen for everyone else
+
+
 class _MetalWithinLimit(_WithinLimit):
     """Metal's heaps with `limit` as high watermark, and the low watermark of a run."""
 
     def __init__(self, pools: Pools, limit: float) -> None:
         super().__init__(pools, limit)
-        self._limits = MetalLimits(high=limit, low=LOW_SHARE * limit)
+        self.limits = _NotedLimits(limit)
 
     @override
     def reuse(self, size: int) -> Block:
-        block = cast("MetalPools", self._pools).take(size, self._limits)
+        block = cast("MetalPools", self._pools).take(size, self.limits)
         if block is None:
             raise _FullError
         return block

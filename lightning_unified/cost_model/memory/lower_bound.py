@@ -3,7 +3,8 @@
 The search uses it to exclude sizes and options before it traces them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
@@ -25,7 +26,9 @@ _WHATEVER_ROWS = (
 _Living = Mapping[int, tuple[Take, str]]
 
 
-def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), only: Collection[str] | None = None) -> int:
+def least_bytes(
+    trace: Trace, rows: int, *, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
+) -> int:
     """Return a lower bound of the peak of a step of micro-batches of `rows`, from one of more rows.
 
     Every storage that lives at the peak of the larger step lives at the same instant of the smaller one. The bytes of a
@@ -50,7 +53,8 @@ def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), only:
     return fixed + int(grows * min(rows / trace.rows, 1.0))
 
 
-def is_within(place: str, names: Collection[str]) -> bool:
+@lru_cache(maxsize=2**14)  # a search asks again and again for the few places of a trace
+def is_within(place: str, names: frozenset[str]) -> bool:
     """Return whether a module's name is one of `names`, or lies inside one of them."""
     return any(place == name or place.startswith(f"{name}.") for name in names)
 

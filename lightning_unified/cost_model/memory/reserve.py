@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from typing_extensions import override
+
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.hardware.allocators.host_heap import HostHeap
@@ -23,7 +25,7 @@ from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Poo
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.hardware.sources import installed_torch
 
-__all__ = ["AllocatorPeak", "RunReplay", "allocator_peak", "pools_of", "reserved_bytes"]
+__all__ = ["AllocatorPeak", "DetailedReplay", "Replay", "allocator_peak", "pools_of", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
@@ -71,7 +73,7 @@ def allocator_peak(trace: Trace, *, settings: AllocatorSettings = _DEFAULT) -> A
     """
     key = "allocator", settings
     if key not in trace.kept:
-        trace.kept[key] = RunReplay(trace, pools_of(trace.backend, settings)).peak()
+        trace.kept[key] = DetailedReplay(trace, pools_of(trace.backend, settings)).peak()
     return trace.kept[key]
 
 
@@ -134,8 +136,13 @@ class _Moves:
         return found
 
 
-class RunReplay:
-    """Replay of a run's first steps in given pools."""
+class Replay:
+    """Replay of a run's first steps in given pools, for the bytes that these reserve.
+
+    Args:
+        trace: A step in steady state.
+        pools: Empty pools.
+    """
 
     def __init__(self, trace: Trace, pools: Pools) -> None:
         self._pools, self._is_metal, moves = pools, trace.backend == "mps", _Moves.of(trace)
@@ -145,13 +152,14 @@ class RunReplay:
         self._moves, self._takes = moves.moves, moves.takes
         self._rounded: dict[int, int] = {}
         self._blocks: dict[int, Block] = {}
-        self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self._total = self._most = self._index = self._last = self._reserved = 0
-        self._at_most: dict[Category, int] = {}
-        self._levels = [0] * len(trace.events)
+        self._reserved = 0
 
-    def peak(self) -> AllocatorPeak:
-        """Replay the steps and return the allocator's peaks."""
+    def reserved(self) -> int:
+        """Replay the steps and return the peak of reserved bytes."""
+        self._run()
+        return self._reserved
+
+    def _run(self) -> None:
         beginnings = self._beginnings
         later = {take.storage for takes in beginnings.values() for take in takes}
         first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
@@ -165,15 +173,6 @@ class RunReplay:
         for _ in range(_STEADY_STEPS):
             self._carry_over()
             self._replay({})
-        self._note_peak()
-        categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
-        return AllocatorPeak(
-            allocated=self._most,
-            reserved=self._reserved,
-            categories=categories,
-            index=self._index,
-            levels=self._all_levels(),
-        )
 
     def _leave_scalar(self) -> None:
         """Free the block of a scalar that Lightning compares on the device before the first batch.
@@ -187,6 +186,88 @@ class RunReplay:
 
     def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
+        due, take, give = sorted(beginnings, reverse=True), self._take, self._give
+        for at, storage, taken in self._moves:
+            while due and due[-1] <= at:
+                self._take_all(beginnings[due.pop()])
+            if taken is None:
+                give(storage)
+            else:
+                take(taken)
+        for last in reversed(due):
+            if last < len(self._step):
+                self._take_all(beginnings[last])
+
+    def _carry_over(self) -> None:
+        """Rename a step's remaining storages, e.g. gradients, to those at the next step's begin."""
+        own = {take.storage for take in self._setup}
+        left: dict[tuple[Category, int], deque[int]] = defaultdict(deque)
+        for take in (self._takes[storage] for storage in self._blocks if storage not in own):
+            left[take.category, take.bytes].append(take.storage)
+        missing = [take for take in self._setup if take.storage not in self._blocks]
+        for take in missing:
+            same = left[take.category, take.bytes]
+            if same:
+                self._blocks[take.storage] = self._blocks.pop(same.popleft())
+        for storages in left.values():
+            for storage in storages:
+                self._give(storage)
+        self._take_all(take for take in missing if take.storage not in self._blocks)
+
+    def _take_all(self, takes: Iterable[Take]) -> None:
+        for take in takes:
+            self._take(take)
+
+    def _take(self, take: Take) -> Block | None:
+        """Place a storage and return its block; an empty storage has none."""
+        count = take.bytes
+        if not count:
+            return None
+        if take.category == "workspaces" and self._addresses is not None:
+            self._addresses.multiply()
+        if take.stream != self._stream and self._has_streams:
+            self._stream = take.stream
+            cast("CudaSegments", self._pools).on_stream(take.stream)
+        pools = self._pools
+        size = self._rounded.get(count)
+        if size is None:
+            size = self._rounded[count] = pools.rounded(count)
+        block = self._blocks[take.storage] = pools.reuse(size) or pools.place(size, pressed=False)
+        reserved = pools.reserved
+        self._reserved = max(self._reserved, reserved)
+        return block
+
+    def _give(self, storage: int) -> None:
+        block = self._blocks.pop(storage, None)
+        if block is not None:
+            self._pools.give_back(block)
+
+
+class DetailedReplay(Replay):
+    """Replay that also counts the bytes in blocks, by category and after each event."""
+
+    def __init__(self, trace: Trace, pools: Pools) -> None:
+        super().__init__(trace, pools)
+        self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._total = self._most = self._index = self._last = self._at = 0
+        self._at_most: dict[Category, int] = {}
+        self._levels = [0] * len(trace.events)
+
+    def peak(self) -> AllocatorPeak:
+        """Replay the steps and return the allocator's peaks."""
+        self._run()
+        self._note_peak()
+        categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
+        return AllocatorPeak(
+            allocated=self._most,
+            reserved=self._reserved,
+            categories=categories,
+            index=self._index,
+            levels=self._all_levels(),
+        )
+
+    @override
+    def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
         due, first, levels = sorted(beginnings, reverse=True), self._first, self._levels
         take, give = self._take, self._give
         self._note_level(-1)
@@ -196,8 +277,8 @@ class RunReplay:
                 self._note_level(at)
             if taken is None:
                 give(storage)
-            else:
-                take(taken, index=first + at)
+            elif take(taken) is not None:
+                self._last = first + at
             levels[first + at] = max(levels[first + at], self._total)
         for last in reversed(due):
             if last < len(self._step):
@@ -219,47 +300,6 @@ class RunReplay:
                 levels[index] = levels[index - 1]
         return tuple(levels)
 
-    def _carry_over(self) -> None:
-        """Rename a step's remaining storages, e.g. gradients, to those at the next step's begin."""
-        own = {take.storage for take in self._setup}
-        left: dict[tuple[Category, int], deque[int]] = defaultdict(deque)
-        for take in (self._takes[storage] for storage in self._blocks if storage not in own):
-            left[take.category, take.bytes].append(take.storage)
-        missing = [take for take in self._setup if take.storage not in self._blocks]
-        for take in missing:
-            same = left[take.category, take.bytes]
-            if same:
-                self._blocks[take.storage] = self._blocks.pop(same.popleft())
-        for storages in left.values():
-            for storage in storages:
-                self._give(storage)
-        self._take_all(take for take in missing if take.storage not in self._blocks)
-
-    def _take_all(self, takes: Iterable[Take]) -> None:
-        for take in takes:
-            self._take(take, index=0)
-
-    def _take(self, take: Take, *, index: int) -> None:
-        count, category = take.bytes, take.category
-        if not count:
-            return
-        if category == "workspaces" and self._addresses is not None:
-            self._addresses.multiply()
-        if take.stream != self._stream and self._has_streams:
-            self._stream = take.stream
-            cast("CudaSegments", self._pools).on_stream(take.stream)
-        pools = self._pools
-        size = self._rounded.get(count)
-        if size is None:
-            size = self._rounded[count] = pools.rounded(count)
-        block = pools.reuse(size) or pools.place(size, pressed=False)
-        self._blocks[take.storage] = block
-        self._live[category] += block.size
-        self._total += block.size
-        self._last = index
-        reserved = pools.reserved
-        self._reserved = max(self._reserved, reserved)
-
     def _note_peak(self) -> None:
         """Record the bytes in blocks if they are a new maximum.
 
@@ -268,11 +308,21 @@ class RunReplay:
         if self._total > self._most:
             self._most, self._index, self._at_most = self._total, self._last, dict(self._live)
 
+    @override
+    def _take(self, take: Take) -> Block | None:
+        block = super()._take(take)
+        if block is not None:
+            self._live[take.category] += block.size
+            self._total += block.size
+            self._last = 0
+        return block
+
+    @override
     def _give(self, storage: int) -> None:
-        block = self._blocks.pop(storage, None)
+        block = self._blocks.get(storage)
         if block is not None:
             if self._total > self._most:
                 self._note_peak()
             self._live[self._takes[storage].category] -= block.size
             self._total -= block.size
-            self._pools.give_back(block)
+            super()._give(storage)

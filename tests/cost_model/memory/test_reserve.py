@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, reserved_bytes
+from lightning_unified.cost_model.memory.reserve import DetailedReplay, allocator_peak, reserved_bytes
 from lightning_unified.cost_model.prediction import summarise
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.host_heap import HostHeap
@@ -78,7 +78,7 @@ def test_what_is_reserved_is_no_less_than_what_lives(made, backend, rows):
 @given(rows=st.integers(1, 500))
 def test_what_is_allocated_is_no_less_than_the_peak_in_whole_blocks(made, rows):
     trace = made(rows=rows)
-    found = RunReplay(trace, CudaSegments()).peak()
+    found = DetailedReplay(trace, CudaSegments()).peak()
     assert found.reserved >= found.allocated >= peak(trace).bytes
     assert sum(found.categories.values()) == found.allocated
 
