@@ -1,6 +1,7 @@
 """Two CUDA graphs for one input shape, forward and backward, as one autograd function."""
 
 import gc
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -251,7 +252,9 @@ def _rehearse(
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode(before if may_wait else "error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(before if may_wait else "error")
     try:
         outputs = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, Tensor)]
         incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
