@@ -63,11 +63,24 @@ def parts_with_graphs(module: nn.Module) -> dict[str, nn.Module]:
     The compiler begins no graph in the forward of torch's own modules. After `nn.Sequential(...).compile()`, it runs each of the user's
     modules inside as a graph, and after `nn.TransformerEncoderLayer(...).compile()` all of it eagerly. `torch.compile(module)` has no such
     exception.
+
+    A module with a recurrent layer is left out: its graph breaks there, so that it saves tensors as eager code does.
     """
     found: dict[str, nn.Module] = {}
     for name, part in compiled_parts(module).items():
-        found |= {_joined(name, inner): child for inner, child in _with_graphs(part).items()}
+        found |= {
+            _joined(name, inner): child for inner, child in _with_graphs(part).items() if not _is_recurrent(child)
+        }
     return found
+
+
+def _is_recurrent(part: nn.Module) -> bool:
+    """Return whether the compiler breaks the graph of `part` at a recurrent layer.
+
+    Source: torch/_dynamo/variables/builder.py.
+    """
+    has_layer = any(isinstance(child, (nn.RNN, nn.GRU, nn.LSTM)) for child in part.modules())
+    return has_layer and not torch._dynamo.config.allow_rnn
 
 
 def _with_graphs(part: nn.Module) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.compiled import compiled_parts, is_compiled
+from lightning_unified.nn.compiled import compiled_parts, is_compiled, parts_with_graphs
 from lightning_unified.nn.recomputing import Recomputing, is_recomputed
 from lightning_unified.options import Compilation, CompileCost, MemoryOptions, compile_pays, recompute_policies
 
@@ -166,3 +166,13 @@ def test_auto_compiles_once_it_knows_that_it_pays(counter):
     assert "no last step: 3 blocks of layers (Block), detected" in compilation.reason
     compilation.end()
     assert not compiled_parts(module)
+
+
+def test_parts_with_recurrent_layers_run_as_no_graph_unless_the_compiler_takes_them():
+    module = nn.ModuleDict({"recurrent": nn.ModuleList([nn.GRU(4, 4)]), "plain": nn.ModuleList([nn.Linear(4, 4)])})
+    for part in module.values():
+        part._compiled_call_impl = part._call_impl
+
+    assert list(parts_with_graphs(module)) == ["plain"]
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert list(parts_with_graphs(module)) == ["recurrent", "plain"]
