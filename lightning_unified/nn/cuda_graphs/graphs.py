@@ -54,18 +54,19 @@ class RecordedCalls:
     - without gradients, in eval mode, under torch's dispatch and function modes (as in a dry run), or inside another recording;
     - with arguments other than plain tensors on the network's device and plain constants;
     - with a new shape. The first such call is checked for operations that cannot be recorded; the log names them once. Operations
-      of compiled parts are checked before the recording, in two more runs with nothing kept. Blocks under `Recomputing` are recorded
-      with their second run, unless the network draws random numbers. Recording
-      begins after a few calls without a new shape. It covers all shapes that came more than once, the largest first. A later new
-      shape frees all recordings before it runs, so that its memory does not add to theirs, and recording begins again;
+      of compiled parts are checked before the recording, in two more runs with nothing kept. Recording begins after a few calls
+      without a new shape, outside of `no_new_recordings`. It covers all shapes that came more than once, the largest first. A later
+      new shape frees all recordings before it runs, so that its memory does not add to theirs, and recording begins again;
     - with more than `most` shapes in turn, or while an earlier replay still waits for its backward pass;
     - inside `eager_calls`.
 
+    Blocks under `Recomputing` are recorded with their second run. A network with such blocks that draws random numbers stays eager.
+
     All recordings share one memory pool and one gradient buffer, which holds the gradients between a replay and `zero_grad`. The
-    buffer exists as long as recordings do, so that gradients are in memory once. If
-    memory runs out in a recording, the first error is raised, so that callers may reduce the micro-batch size. After the second,
-    calls stay eager, and the run continues. Copies of the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they
-    do after `Module.compile`: this class uses the same attribute of the module.
+    buffer exists as long as recordings do, so that gradients are in memory once. If memory runs out in a recording, the first error
+    is raised, so that callers may reduce the micro-batch size. After the second, calls stay eager, and the run continues. Copies of
+    the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they do after `Module.compile`: this class uses the same
+    attribute of the module.
 
     Python side effects of the forward pass (counters, prints, clocks) happen at the recording and not at replays.
 
