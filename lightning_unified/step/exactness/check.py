@@ -8,7 +8,8 @@ returned and logged values, and written state. One check sees only a sample of t
 3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`), or other operations near
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
-5. before each of the next batches after an undecided check, until three checks in a row were undecided.
+5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`);
+6. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
 
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
+from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
@@ -196,6 +198,37 @@ class ExactnessCheck:
             self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         return self._verdict
 
+    def see_bends(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        bends: LossBends,
+        micro_batches: Sequence[int],
+        *,
+        rows: int,
+        unit: int,
+        micro_batch_size: int,
+    ) -> Verdict:
+        """Check a batch whose loss bends a value in another way than in all batches before it.
+
+        Where micro-batches differ, the losses of all rows are compared too: few rows may all lie on one side. Return the verdict.
+        `bends` are those of the batch's micro-batches, `micro_batches` their rows; the other arguments are those of `verdict`.
+
+        Raises:
+            SplitError: If the batch cannot be split exactly.
+        """
+        assert self._verdict is not None
+        if not self._verdict.conclusive:
+            return self._verdict
+        news = self._profiles.news(bends.facts())
+        self._profiles.add(news)
+        if news and self._checked_at != self._batches:
+            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+        if news and bends.is_mixed:
+            check = self._new_check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+            with activity("comparing whole and split rows"):
+                self._examination.require_all_rows(replace(check, micro_batches=micro_batches))
+        return self._verdict
+
     @property
     def _unmergeable(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.tables.unmergeable)))
@@ -220,11 +253,10 @@ class ExactnessCheck:
         micro_batches = [self._splitter.split(batch, start, start + size, rows=rows) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)
 
-    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
-        rules = self._agreed.candidates(next(iter(kwargs.values())), rows)
-        check = Check(
+    def _new_check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> Check:
+        return Check(
             kwargs=kwargs,
-            rules=rules,
+            rules=self._agreed.candidates(next(iter(kwargs.values())), rows),
             rows=rows,
             unit=unit,
             micro_batch_size=micro_batch_size,
@@ -233,6 +265,9 @@ class ExactnessCheck:
             is_first=self._verdict is None or not self._verdict.conclusive,
             since=self._last.since(self._trainer.global_step),
         )
+
+    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
+        check = self._new_check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         self._make_room()
         with activity("comparing whole and split rows"):
             found = self._examination.findings(check)
@@ -240,7 +275,7 @@ class ExactnessCheck:
         if isinstance(found, str):
             self._undecided += 1
             if self._verdict is None or not self._verdict.conclusive:
-                rule = likeliest(rules)
+                rule = likeliest(check.rules)
                 self._verdict = self._recalled() or Verdict(
                     rule=rule,
                     conclusive=False,

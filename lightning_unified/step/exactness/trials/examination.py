@@ -46,6 +46,7 @@ class Check:
         number: The number of earlier checks. Consecutive checks split the rows differently.
         is_first: Whether no check was conclusive yet. The rows are then split in two ways, and also run with dropout.
         since: A sentence for a refusal: which batches were split before.
+        micro_batches: The rows of each micro-batch in training; empty where unknown.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -57,6 +58,7 @@ class Check:
     number: int
     is_first: bool
     since: str
+    micro_batches: Sequence[int] = ()
 
     @property
     def batch(self) -> Any:
@@ -138,21 +140,35 @@ class Examination:
 
         It is left out where random draws would change the loss, and where nothing stops a process that takes too much memory.
         """
-        device = self._trainer.strategy.root_device
-        is_safe = device.type in ("cuda", "mps") or self._fits(check.rows)  # their allocators have a cap
-        if found.rows >= check.rows or self._runner.draws_in_eval or not is_safe:
+        if found.rows >= check.rows or self._runner.draws_in_eval:
             return found
-        size = max(check.micro_batch_size // check.unit * check.unit, check.unit)
-        sizes = [size] * (check.rows // size) + ([check.rows % size] if check.rows % size else [])
+        return replace(found, agreeing=self._rules_of_all_rows(check, found.agreeing))
+
+    def require_all_rows(self, check: Check) -> None:
+        """Compare the loss of all rows with that of their micro-batches, without gradients.
+
+        Where the step draws, both are computed with constant draws.
+
+        Raises:
+            SplitError: If no rule of the check gives the loss of all rows.
+        """
+        self._rules_of_all_rows(check, check.rules)
+
+    def _rules_of_all_rows(self, check: Check, rules: Sequence[LossRule]) -> Sequence[LossRule]:
+        """Return the rules that hold for the losses of all rows; all rules where these cannot be compared."""
+        device = self._trainer.strategy.root_device
+        if not (device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
+            return rules
+        sizes = check.micro_batches or _chunks(check)
         places = zip(starts_of(sizes), sizes, strict=True)
         parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
-        compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, found.agreeing)
+        compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, rules)
         try:
-            return replace(found, agreeing=compared())
+            return compared()
         except SplitError:
             if may_be_wrong(device):
                 with suppress(Exception), on_host(self._trainer):
-                    return replace(found, agreeing=compared())
+                    return compared()
             raise
         except LightningUnifiedError:
             raise
@@ -162,7 +178,7 @@ class Examination:
             self._runner.release()
         # only here: inside the `except` block, the traceback holds the frames and their tensors
         release_cached_memory(device)
-        return found
+        return rules
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
         """Repeat an undecided check on as many rows as are predicted to fit.
@@ -271,3 +287,9 @@ class Examination:
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
         )
+
+
+def _chunks(check: Check) -> Sequence[int]:
+    """Return the rows of each micro-batch, if all but the last have as many as allowed."""
+    size = max(check.micro_batch_size // check.unit * check.unit, check.unit)
+    return [size] * (check.rows // size) + ([check.rows % size] if check.rows % size else [])
