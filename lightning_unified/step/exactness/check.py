@@ -9,7 +9,8 @@ returned and logged values, and written state. One check sees only a sample of t
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
 5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`);
-6. before each of the next batches after an undecided check, until three checks in a row were undecided.
+6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
+7. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
 
 from collections import OrderedDict
@@ -34,11 +35,12 @@ from lightning_unified.step.exactness.trials.examination import UNITS, Check, Ex
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
-from lightning_unified.step.split import BatchSplitter
+from lightning_unified.step.split import BatchSplitter, split_rows
 from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
 
+_THIN = 16  # batches checked while a single micro-batch of each check had a gradient; judgement
 _RETRIES = 3  # undecided checks in a row that are repeated on the next batch; after that the schedule decides
 
 
@@ -76,7 +78,7 @@ class ExactnessCheck:
         self._outside_facts = OutsideFacts(trainer.lightning_module)
         self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
-        self._batches, self._checks, self._undecided = 0, 0, 0
+        self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None
         self._remembered: dict[str, Any] | None = None
@@ -230,6 +232,11 @@ class ExactnessCheck:
         return self._verdict
 
     @property
+    def _is_thin(self) -> bool:
+        """Whether no conclusive check yet had gradients in two micro-batches."""
+        return self._thin > 0 or self._verdict is None or not self._verdict.conclusive
+
+    @property
     def _unmergeable(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.tables.unmergeable)))
 
@@ -241,16 +248,19 @@ class ExactnessCheck:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES
+        if 0 < self._thin < _THIN and self._checked_at != number:
+            return True
         size = max(micro_batch_size // unit * unit, unit)
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(batch, rows=rows, size=size)
+        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(
+            batch, split_rows(rows, micro_batch_size=size, unit=unit)
+        )
 
-    def _is_ambiguous(self, batch: Any, *, rows: int, size: int) -> bool:
+    def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
-        sizes = [size] * (rows // size) + ([rows % size] if rows % size else [])
         if len(sizes) < 2:
             return False
         places = zip(starts_of(sizes), sizes, strict=True)
-        micro_batches = [self._splitter.split(batch, start, start + size, rows=rows) for start, size in places]
+        micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)
 
     def _new_check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> Check:
@@ -262,7 +272,7 @@ class ExactnessCheck:
             micro_batch_size=micro_batch_size,
             most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
             number=self._checks,
-            is_first=self._verdict is None or not self._verdict.conclusive,
+            is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
             since=self._last.since(self._trainer.global_step),
         )
 
@@ -283,7 +293,7 @@ class ExactnessCheck:
                     unmergeable=self._unmergeable,
                 )
             return
-        self._undecided = 0
+        self._undecided, self._thin = 0, self._thin + 1 if found.is_thin and self._is_thin else 0
         self._agreed.add(found)
         self._last = LastAgreement.now(self._trainer)
         rule = found.agreeing[0]

@@ -22,7 +22,7 @@ from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, 
 from lightning_unified.step.exactness.trials.judge import Findings, Judge
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
-from lightning_unified.step.split import BatchSplitter
+from lightning_unified.step.split import BatchSplitter, split_rows
 
 __all__ = ["UNITS", "Check", "Examination"]
 
@@ -44,7 +44,7 @@ class Check:
         micro_batch_size: The rows of the largest micro-batch.
         most: The largest number of units to run.
         number: The number of earlier checks. Consecutive checks split the rows differently.
-        is_first: Whether no check was conclusive yet. The rows are then split in two ways, and also run with dropout.
+        is_first: Whether no check was conclusive yet, or all were thin. The rows are then split in two ways, and also run with dropout.
         since: A sentence for a refusal: which batches were split before.
         micro_batches: The rows of each micro-batch in training; empty where unknown.
     """
@@ -138,9 +138,10 @@ class Examination:
     def _on_all_rows(self, check: Check, found: Findings) -> Findings:
         """Compare the losses of all rows too, without gradients, and return the rules that hold for them.
 
-        It is left out where random draws would change the loss, and where nothing stops a process that takes too much memory.
+        It is left out where random draws would change the loss, and where nothing stops a process that takes too much memory. Where
+        all rows ran and gradients are enough to go by, it says nothing new.
         """
-        if found.rows >= check.rows or self._runner.draws_in_eval:
+        if (found.rows >= check.rows and not found.is_thin) or self._runner.draws_in_eval:
             return found
         return replace(found, agreeing=self._rules_of_all_rows(check, found.agreeing))
 
@@ -159,7 +160,9 @@ class Examination:
         device = self._trainer.strategy.root_device
         if not (device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
             return rules
-        sizes = check.micro_batches or _chunks(check)
+        sizes = check.micro_batches or split_rows(
+            check.rows, micro_batch_size=max(check.micro_batch_size, check.unit), unit=check.unit
+        )
         places = zip(starts_of(sizes), sizes, strict=True)
         parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
         compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, rules)
@@ -287,9 +290,3 @@ class Examination:
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
         )
-
-
-def _chunks(check: Check) -> Sequence[int]:
-    """Return the rows of each micro-batch, if all but the last have as many as allowed."""
-    size = max(check.micro_batch_size // check.unit * check.unit, check.unit)
-    return [size] * (check.rows // size) + ([check.rows % size] if check.rows % size else [])
