@@ -8,7 +8,9 @@ returned and logged values, and written state. One check sees only a sample of t
 3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`), or other operations near
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
-5. before each of the next batches after an undecided check, until three checks in a row were undecided.
+5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`);
+6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
+7. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
 
 from collections import OrderedDict
@@ -21,6 +23,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
+from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
@@ -32,11 +35,12 @@ from lightning_unified.step.exactness.trials.examination import UNITS, Check, Ex
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
-from lightning_unified.step.split import BatchSplitter
+from lightning_unified.step.split import BatchSplitter, split_rows
 from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
 
+_THIN = 16  # batches checked while a single micro-batch of each check had a gradient; judgement
 _RETRIES = 3  # undecided checks in a row that are repeated on the next batch; after that the schedule decides
 
 
@@ -74,7 +78,7 @@ class ExactnessCheck:
         self._outside_facts = OutsideFacts(trainer.lightning_module)
         self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
-        self._batches, self._checks, self._undecided = 0, 0, 0
+        self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None
         self._remembered: dict[str, Any] | None = None
@@ -196,6 +200,42 @@ class ExactnessCheck:
             self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         return self._verdict
 
+    def see_bends(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        bends: LossBends,
+        micro_batches: Sequence[int],
+        *,
+        rows: int,
+        unit: int,
+        micro_batch_size: int,
+    ) -> Verdict:
+        """Check a batch whose loss bends a value in another way than in all batches before it.
+
+        Where micro-batches differ, the losses of all rows are compared too: few rows may all lie on one side. Return the verdict.
+        `bends` are those of the batch's micro-batches, `micro_batches` their rows; the other arguments are those of `verdict`.
+
+        Raises:
+            SplitError: If the batch cannot be split exactly.
+        """
+        assert self._verdict is not None
+        if not self._verdict.conclusive:
+            return self._verdict
+        news = self._profiles.news(bends.facts())
+        self._profiles.add(news)
+        if news and self._checked_at != self._batches:
+            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+        if news and bends.is_mixed:
+            check = self._new_check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+            with activity("comparing whole and split rows"):
+                self._examination.require_all_rows(replace(check, micro_batches=micro_batches))
+        return self._verdict
+
+    @property
+    def _is_thin(self) -> bool:
+        """Whether no conclusive check yet had gradients in two micro-batches."""
+        return self._thin > 0 or self._verdict is None or not self._verdict.conclusive
+
     @property
     def _unmergeable(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.tables.unmergeable)))
@@ -208,31 +248,36 @@ class ExactnessCheck:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES
+        if 0 < self._thin < _THIN and self._checked_at != number:
+            return True
         size = max(micro_batch_size // unit * unit, unit)
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(batch, rows=rows, size=size)
+        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(
+            batch, split_rows(rows, micro_batch_size=size, unit=unit)
+        )
 
-    def _is_ambiguous(self, batch: Any, *, rows: int, size: int) -> bool:
+    def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
-        sizes = [size] * (rows // size) + ([rows % size] if rows % size else [])
         if len(sizes) < 2:
             return False
         places = zip(starts_of(sizes), sizes, strict=True)
-        micro_batches = [self._splitter.split(batch, start, start + size, rows=rows) for start, size in places]
+        micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)
 
-    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
-        rules = self._agreed.candidates(next(iter(kwargs.values())), rows)
-        check = Check(
+    def _new_check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> Check:
+        return Check(
             kwargs=kwargs,
-            rules=rules,
+            rules=self._agreed.candidates(next(iter(kwargs.values())), rows),
             rows=rows,
             unit=unit,
             micro_batch_size=micro_batch_size,
             most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
             number=self._checks,
-            is_first=self._verdict is None or not self._verdict.conclusive,
+            is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
             since=self._last.since(self._trainer.global_step),
         )
+
+    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
+        check = self._new_check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         self._make_room()
         with activity("comparing whole and split rows"):
             found = self._examination.findings(check)
@@ -240,7 +285,7 @@ class ExactnessCheck:
         if isinstance(found, str):
             self._undecided += 1
             if self._verdict is None or not self._verdict.conclusive:
-                rule = likeliest(rules)
+                rule = likeliest(check.rules)
                 self._verdict = self._recalled() or Verdict(
                     rule=rule,
                     conclusive=False,
@@ -248,7 +293,7 @@ class ExactnessCheck:
                     unmergeable=self._unmergeable,
                 )
             return
-        self._undecided = 0
+        self._undecided, self._thin = 0, self._thin + 1 if found.is_thin and self._is_thin else 0
         self._agreed.add(found)
         self._last = LastAgreement.now(self._trainer)
         rule = found.agreeing[0]

@@ -15,6 +15,7 @@ from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.nn.cuda_graphs import release_recordings
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
+from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
@@ -137,6 +138,8 @@ class CheckedSplitter:
                 self._trainer, batch, micro_batches, rows, is_read=overrides(self._trainer, "on_train_batch_end")
             ),
             see_graph=partial(self._see_graph, kwargs, shape),
+            see_bends=partial(self._see_bends, kwargs, shape, rows),
+            is_checked=self._is_checked,
         )
 
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
@@ -159,8 +162,13 @@ class CheckedSplitter:
 
     def _see_graph(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, graph: GraphFact) -> None:
         """Check a batch whose loss was computed in a new way, before its update."""
-        if self._is_checked:
-            self._policy.splits.record(self.check.see_graph(kwargs, graph, **self._policy.sizes.extent(shape)))
+        self._policy.splits.record(self.check.see_graph(kwargs, graph, **self._policy.sizes.extent(shape)))
+
+    def _see_bends(
+        self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: Sequence[int], bends: LossBends
+    ) -> None:
+        """Check a batch whose micro-batches lie on other sides of the loss's bends, before its update."""
+        self._policy.splits.record(self.check.see_bends(kwargs, bends, rows, **self._policy.sizes.extent(shape)))
 
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
         """Return the number of loss terms of a batch, for the mean over a window's terms.

@@ -14,7 +14,8 @@ from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.nn.cuda_graphs import no_new_recordings
-from lightning_unified.step.exactness.facts.graph import GraphFact, graph_fact
+from lightning_unified.step.exactness.facts.bends import LossBends
+from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -115,6 +116,10 @@ class SplitResults:
         if self._written is not None:
             self._written.end_micro_batch()
 
+    def state_before(self) -> AbstractContextManager[None]:
+        """Restore the state from before the batch inside the block, after its last micro-batch."""
+        return nullcontext() if self._written is None or self._is_settled else self._written.state_before()
+
     def settle(self, weights: MicroBatchWeights) -> None:
         """Write the merged state, metrics and logs once; later calls do nothing."""
         if self._is_settled:
@@ -207,6 +212,8 @@ class SplitBatch:
             micro-batches.
         outside: Notes what the steps write outside the module.
         see_graph: Gets the graph of the first micro-batch's loss, when the state from before the batch is restored.
+        see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
+        is_checked: Whether these two want to see anything.
     """
 
     def __init__(
@@ -218,17 +225,22 @@ class SplitBatch:
         parameters: Sequence[Tensor],
         outside: OutsideWrites,
         see_graph: Callable[[GraphFact], None],
+        see_bends: Callable[[LossBends], None],
+        is_checked: bool,
     ) -> None:
         self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._outside, self._see_graph, self._graph = outside, see_graph, None
+        self._outside, self._is_checked = outside, is_checked
+        self._see_graph, self._see_bends = see_graph, see_bends
+        self._graph, self._bends = None, LossBends()
 
     def begin(self) -> None:
         """Start over."""
         self._merging.begin()
         self._outside.begin()
         self._graph: GraphFact | None = None
+        self._bends: LossBends | None = LossBends()
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
@@ -248,12 +260,19 @@ class SplitBatch:
                 self._see_graph(self._graph)
             with self._outside.micro_batch(index):
                 output = self._steps[index]()
-        if index == 0 and output.closure_loss is not None:
-            self._graph = graph_fact(output.closure_loss)
+        self._note(index, output.closure_loss)
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
             output.closure_loss = output.loss = None
         return output
+
+    def _note(self, index: int, loss: Tensor | None) -> None:
+        """Note how a micro-batch's loss was computed, while its graph exists."""
+        if not self._is_checked or loss is None or self._bends is None or (index and self.share(index) == 0):
+            return
+        graph = self._bends.add(loss)
+        if index == 0:
+            self._graph = graph
 
     @contextmanager
     def _gradients_aside(self, index: int, *, in_window: bool) -> Iterator[None]:
@@ -295,6 +314,10 @@ class SplitBatch:
 
     def settle(self) -> None:
         """Write the merged state, before the hooks that follow the step."""
+        bends, self._bends = self._bends, None
+        if bends is not None and self._is_checked:
+            with self._merging.state_before():
+                self._see_bends(bends)
         self._merging.settle(self._weighting.weights)
 
     def share(self, index: int) -> float | None:

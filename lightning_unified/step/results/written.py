@@ -20,7 +20,8 @@ differently, such as a time.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,16 @@ class WrittenOverMicroBatches:
         for one in changes:
             if self._merges(one):
                 _put_back(one)
+
+    @contextmanager
+    def state_before(self) -> Iterator[None]:
+        """Take back the writes of the last micro-batch inside the block."""
+        changes = [one for one in (self._writes[-1].values() if self._writes else ()) if self._merges(one)]
+        for one in changes:
+            _put_back(one)
+        yield
+        for one in changes:
+            one.put(one.after)
 
     def _merges(self, change: Change) -> bool:
         """Return whether some rule merges this change."""

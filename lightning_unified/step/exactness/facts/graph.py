@@ -1,10 +1,11 @@
 """The operations near the loss, as a fact: a term of the loss that is switched on shows there."""
 
 from collections import deque
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["GraphFact", "graph_fact"]
+__all__ = ["GraphFact", "graph_fact", "graph_near"]
 
 GraphFact = tuple[str, str, int]
 
@@ -16,6 +17,12 @@ def graph_fact(loss: Tensor) -> GraphFact:
 
     It holds their names and their connections, but no values or shapes. So it is the same for batches of other sizes.
     """
+    return graph_near(loss)[0]
+
+
+def graph_near(loss: Tensor) -> tuple[GraphFact, list[Any]]:
+    """Return the fact about the nodes nearest to a loss, and these nodes, the nearest first."""
+    nodes: list[Any] = []
     found: list[tuple[str, tuple[int, ...]]] = []
     waiting, numbers = deque([loss.grad_fn]), {loss.grad_fn: 0}
     while waiting and len(found) < _NODES:
@@ -27,5 +34,6 @@ def graph_fact(loss: Tensor) -> GraphFact:
             if before not in numbers:
                 numbers[before] = len(numbers)
                 waiting.append(before)
+        nodes.append(node)
         found.append((node.name(), tuple(numbers[before] for before in following)))
-    return "the loss", "graph", hash(tuple(found))
+    return ("the loss", "graph", hash(tuple(found))), nodes

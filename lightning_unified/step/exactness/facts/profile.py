@@ -30,7 +30,7 @@ __all__ = ["BatchProfiles", "facts_of"]
 _VOID = 255  # the label of unlabelled pixels in segmentation maps
 
 # values of one path that may be new facts; judgement: phases and switches are few
-_MOST = {"value": KINDS, "attribute": 8, "graph": 8}
+_MOST = {"value": KINDS, "attribute": 8, "graph": 8, "bends": 32}
 
 Fact = tuple[str, str, Any]
 
@@ -117,7 +117,7 @@ class BatchProfiles:
     """The facts of all batches that have been checked.
 
     Some fields and attributes are new in every batch, such as sample numbers or the name of the last file. After 64 checked values of one
-    field, 8 of one attribute, or 8 graphs of the loss, further values are therefore no new facts.
+    field, 8 of one attribute, 8 graphs or 32 bends of the loss, further values are therefore no new facts.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def rules_of_all_rows(
         return list(rules)
     formats = {whole.dtype, *(one.dtype for one in runner.module.parameters() if one.is_floating_point())}
     allowed = Tolerance.of(formats).relative
-    merged = {rule.name: Weighting(rule, micro_batches, sizes).loss(losses) for rule in rules}
+    merged = {rule.name: _merged(Weighting(rule, micro_batches, sizes), losses) for rule in rules}
     agreeing = [rule for rule in rules if _agree(merged[rule.name], whole, parts, allowed)]
     if not agreeing:
         found = ", ".join(f"{name}: {float(value):.6g}" for name, value in merged.items() if value is not None)
@@ -57,6 +57,11 @@ def rules_of_all_rows(
             "MicroBatchRules(splittable=False) to run batches whole, or check=False to split all the same."
         )
     return agreeing
+
+
+def _merged(weighting: Weighting, losses: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the whole batch's loss; as in training, micro-batches without a loss term have none."""
+    return weighting.loss([None if weighting.share(index) == 0 else loss for index, loss in enumerate(losses)])
 
 
 def _agree(merged: Tensor | None, whole: Tensor, parts: Sequence[Tensor], allowed: float) -> bool:

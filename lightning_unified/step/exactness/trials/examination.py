@@ -22,7 +22,7 @@ from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, 
 from lightning_unified.step.exactness.trials.judge import Findings, Judge
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
-from lightning_unified.step.split import BatchSplitter
+from lightning_unified.step.split import BatchSplitter, split_rows
 
 __all__ = ["UNITS", "Check", "Examination"]
 
@@ -44,8 +44,9 @@ class Check:
         micro_batch_size: The rows of the largest micro-batch.
         most: The largest number of units to run.
         number: The number of earlier checks. Consecutive checks split the rows differently.
-        is_first: Whether no check was conclusive yet. The rows are then split in two ways, and also run with dropout.
+        is_first: Whether no check was conclusive yet, or all were thin. The rows are then split in two ways, and also run with dropout.
         since: A sentence for a refusal: which batches were split before.
+        micro_batches: The rows of each micro-batch in training; empty where unknown.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -57,6 +58,7 @@ class Check:
     number: int
     is_first: bool
     since: str
+    micro_batches: Sequence[int] = ()
 
     @property
     def batch(self) -> Any:
@@ -136,23 +138,40 @@ class Examination:
     def _on_all_rows(self, check: Check, found: Findings) -> Findings:
         """Compare the losses of all rows too, without gradients, and return the rules that hold for them.
 
-        It is left out where random draws would change the loss, and where nothing stops a process that takes too much memory.
+        It is left out where random draws would change the loss, and where nothing stops a process that takes too much memory. Where
+        all rows ran and gradients are enough to go by, it says nothing new.
         """
-        device = self._trainer.strategy.root_device
-        is_safe = device.type in ("cuda", "mps") or self._fits(check.rows)  # their allocators have a cap
-        if found.rows >= check.rows or self._runner.draws_in_eval or not is_safe:
+        if (found.rows >= check.rows and not found.is_thin) or self._runner.draws_in_eval:
             return found
-        size = max(check.micro_batch_size // check.unit * check.unit, check.unit)
-        sizes = [size] * (check.rows // size) + ([check.rows % size] if check.rows % size else [])
+        return replace(found, agreeing=self._rules_of_all_rows(check, found.agreeing))
+
+    def require_all_rows(self, check: Check) -> None:
+        """Compare the loss of all rows with that of their micro-batches, without gradients.
+
+        Where the step draws, both are computed with constant draws.
+
+        Raises:
+            SplitError: If no rule of the check gives the loss of all rows.
+        """
+        self._rules_of_all_rows(check, check.rules)
+
+    def _rules_of_all_rows(self, check: Check, rules: Sequence[LossRule]) -> Sequence[LossRule]:
+        """Return the rules that hold for the losses of all rows; all rules where these cannot be compared."""
+        device = self._trainer.strategy.root_device
+        if not (device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
+            return rules
+        sizes = check.micro_batches or split_rows(
+            check.rows, micro_batch_size=max(check.micro_batch_size, check.unit), unit=check.unit
+        )
         places = zip(starts_of(sizes), sizes, strict=True)
         parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
-        compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, found.agreeing)
+        compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, rules)
         try:
-            return replace(found, agreeing=compared())
+            return compared()
         except SplitError:
             if may_be_wrong(device):
                 with suppress(Exception), on_host(self._trainer):
-                    return replace(found, agreeing=compared())
+                    return compared()
             raise
         except LightningUnifiedError:
             raise
@@ -162,7 +181,7 @@ class Examination:
             self._runner.release()
         # only here: inside the `except` block, the traceback holds the frames and their tensors
         release_cached_memory(device)
-        return found
+        return rules
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
         """Repeat an undecided check on as many rows as are predicted to fit.

@@ -30,6 +30,8 @@ class Findings:
         rows: The number of rows that ran.
         difference: The relative difference of the gradients under the first rule.
         noise: A note on random draws; empty if there is none.
+        is_thin: Whether a single micro-batch had a gradient other than zero. Losses divided by a count of the batch, such as of its
+            positives, then look like sums.
     """
 
     agreeing: Sequence[LossRule]
@@ -37,6 +39,7 @@ class Findings:
     rows: int
     difference: float
     noise: str
+    is_thin: bool = False
 
     def joined(self, other: "Findings") -> "Findings":
         """Return these findings combined with those of a later trial of the agreeing rules."""
@@ -47,6 +50,7 @@ class Findings:
             rejected=self.rejected | other.rejected,
             difference=max(self.difference, other.difference),
             noise=other.noise or self.noise,
+            is_thin=self.is_thin and other.is_thin,
         )
 
 
@@ -102,6 +106,7 @@ class Judge:
             rows=trial.rows,
             difference=off[agreeing[0].name].relative,
             noise=noise,
+            is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
         )
 
     def _learn(self, comparison: Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:

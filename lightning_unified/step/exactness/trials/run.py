@@ -14,6 +14,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.draws.constant import ConstantDraws
+from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
@@ -126,9 +128,17 @@ class Runner:
         return result
 
     def loss(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> Tensor | None:
-        """Run the step on `batch` without gradients and without dropout, undo it, and return its loss."""
+        """Run the step on `batch` without gradients and without dropout, undo it, and return its loss.
+
+        What the step draws all the same is constant.
+        """
         own = copied(batch)
-        with self._precise(), Undone(self._trainer, in_eval=draws_or_mixes, state=self._state), torch.no_grad():
+        constant = ExitStack()
+        if self.draws_in_eval:
+            constant.enter_context(equal_host_draws(self.module))
+            constant.enter_context(ConstantDraws())
+        undone = Undone(self._trainer, in_eval=draws_or_mixes, state=self._state)
+        with self._precise(), undone, constant, torch.no_grad():
             loss = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own})).closure_loss
         return None if loss is None else loss.detach()
 

@@ -1,0 +1,166 @@
+"""A batch whose micro-batches lie on different sides of a bend of the loss is refused before its update."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.facts.bends import LossBends
+from tests.support.lanes import some
+from tests.support.modules.plain import weights
+from tests.support.modules.split import Net
+from tests.support.runs.schedules import batches, found, run
+
+
+class Bent(Net):
+    """Has a term that bends a mean of the batch; only the last micro-batch of batch 9 crosses the bend."""
+
+    def loss(self, out, batch):
+        cost = ((1 + 0.1 * out[:, 1]) * batch["cost"]).mean()
+        return super().loss(out, batch) + self.bent(cost)
+
+
+class Limit(Bent):
+    def bent(self, cost):
+        return F.relu(cost - 1)
+
+
+class Flood(Bent):
+    def bent(self, cost):
+        return (cost - 1).abs()
+
+
+class FreeBits(Bent):
+    def bent(self, cost):
+        return torch.stack([cost, cost - 9]).clamp(min=1).sum()
+
+
+class Larger(Bent):
+    def bent(self, cost):
+        return torch.maximum(cost, torch.ones_like(cost))
+
+
+class WorstOfTwo(Bent):
+    def bent(self, cost):
+        return torch.stack([cost, 2 * cost - 1]).max()
+
+
+class Chosen(Bent):
+    def bent(self, cost):
+        return torch.where(cost > 1, 3 * cost, cost)
+
+
+class ByNumber(Bent):
+    def bent(self, cost):
+        return cost * (3 if cost > 1 else 1)
+
+
+class ByOperation(Bent):
+    def bent(self, cost):
+        return cost + cost.square() if cost > 1 else cost
+
+
+class Rounded(Bent):
+    def bent(self, cost):
+        return F.huber_loss(cost, torch.full_like(cost, 3))
+
+
+KINDS = [Limit, Flood, FreeBits, Larger, WorstOfTwo, Chosen, ByNumber, ByOperation, Rounded]
+
+
+def loader():
+    """Return batches of costs: the last row of batch 9 has a large one, first rows negative ones."""
+
+    def cost(batch, row):
+        return {"cost": torch.tensor(5.0 if (batch, row) == (9, 7) else 0.1 if row else -0.1, dtype=torch.float64)}
+
+    return batches(number=13, size=8, change=cost)
+
+
+@pytest.mark.parametrize("kind", some(KINDS, *KINDS[::2]), ids=lambda kind: kind.__name__)
+def test_micro_batches_on_two_sides_of_a_bend_are_refused_before_the_update(kind, checks):
+    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
+        run(kind, loader())
+
+    assert checks.steps[-1] == 9
+
+
+class DrawnLimit(Limit):
+    """Draws noise, so that its losses are compared with constant draws."""
+
+    def loss(self, out, batch):
+        return super().loss(out + 0.01 * torch.randn_like(out), batch)
+
+
+def test_a_bend_is_found_behind_random_draws(checks):
+    with pytest.raises(SplitError, match="DrawnLimit cannot be split exactly"):
+        run(DrawnLimit, loader())
+
+    assert checks.steps[-1] == 9
+
+
+class Teacher(Limit):
+    """Writes a buffer that its loss reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def bent(self, cost):
+        self.calls += 1
+        return F.relu(cost - 2 + 0.1 * self.calls)
+
+
+def test_a_bend_is_compared_from_the_state_before_the_batch():
+    with pytest.raises(SplitError, match="Teacher cannot be split exactly"):
+        run(Teacher, loader())
+
+
+class RowByRow(Net):
+    """Bends the loss of each row, and weights some rows twice."""
+
+    def loss(self, out, batch):
+        each = [
+            F.relu(F.cross_entropy(one[None], label[None]) - 1.3) * (2 if label == 1 else 1)
+            for one, label in zip(out, batch["y"], strict=True)
+        ]
+        return torch.stack(each).mean()
+
+
+def test_bends_of_rows_one_by_one_are_split_like_plain_lightnings():
+    plain, _ = run(RowByRow, batches(number=20), strategy="auto")
+    split, trainer = run(RowByRow, batches(number=20))
+
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-11)
+    assert found(trainer).startswith("rows: gradients of ")
+
+
+def bends_of(*losses):
+    bends = LossBends()
+    for loss in losses:
+        bends.add(loss)
+    return bends
+
+
+def test_losses_on_one_side_are_not_mixed_and_those_on_two_sides_are():
+    low, high = (torch.tensor(value, requires_grad=True) for value in (0.5, 2.0))
+
+    assert not bends_of(F.relu(low - 1), F.relu(low - 3)).is_mixed
+    assert bends_of(F.relu(low - 1), F.relu(high - 1)).is_mixed
+    assert bends_of(low * 2, high * 3).is_mixed
+    assert not bends_of(low * 2, high * 2).is_mixed
+    assert bends_of(low * 2, high.exp() * 2).is_mixed
+
+
+def test_a_value_that_would_be_computed_again_is_not_read():
+    calls = []
+
+    def unpack(value):
+        calls.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
+        loss = F.relu(torch.ones((), requires_grad=True))
+
+    assert not bends_of(loss, loss).is_mixed
+    assert calls == []
