@@ -64,7 +64,11 @@ def learn_entry(
     if before is ABSENT and len(written) < len(values):
         lacks = True
     else:
-        lacks = _learn_values(table, path, _filled([whole, *values], before), weights, tolerance=tolerance)
+        filled = _filled([whole, *values], before)
+        lacks = _learn_values(table, path, filled, weights, tolerance=tolerance)
+        if _is_step_of_two(before, filled[1:]):
+            adds = adds and not _steps_add_up_by_chance(table, path, before, filled[1])
+            lacks = table.drop(path, {"max", "min"}) or lacks
     if (
         is_partial and not is_alone and (adds or not lacks)
     ):  # some micro-batches wrote, and a value differs from the whole's
@@ -140,6 +144,35 @@ def _learn_values(
     if new and "sum" in table.all_rules(_added(path)):
         table.unmergeable -= new
     return bool(new)
+
+
+def _is_step_of_two(before: Any, values: Sequence[Any]) -> bool:
+    """Return whether three or more values are one number above the value before, or one below it.
+
+    A controller steps up or down by a mean of the batch (`self.limit += 0.01 if share > 0.5 else -0.01`). The whole batch then writes the
+    value that most micro-batches write, which is their largest or smallest only by chance.
+    """
+    numbers = [float(one) for one in (before, *values) if _is_one_number(one)]
+    if len(numbers) < len(values) + 1 or len(values) < 3:
+        return False
+    low, high = min(numbers[1:]), max(numbers[1:])
+    return low < numbers[0] < high and {*numbers[1:]} == {low, high}
+
+
+def _steps_add_up_by_chance(table: MergeTable, path: str, before: Any, after: Any) -> bool:
+    """Leave out the sum of such steps, as of two down and one up; return whether it is left out.
+
+    Whole numbers are counts, whose sum stays.
+    """
+    if float(after - before).is_integer():
+        return False
+    table.drop(_added(path), {"sum"})
+    table.unmergeable.discard(_added(path))
+    return True
+
+
+def _is_one_number(value: Any) -> bool:
+    return _is_number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
 
 
 def _learn_change(

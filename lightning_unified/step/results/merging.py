@@ -294,6 +294,15 @@ class MergeTable:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)
 
+    def drop(self, path: str, rules: Collection[str]) -> bool:
+        """Leave out inferred rules for `path`; return whether no other rule is left."""
+        if path in self.given or not self._fits.get(path):
+            return False
+        self._fits[path] -= frozenset(rules)
+        if not self._fits[path]:
+            self.unmergeable.add(path)
+        return not self._fits[path]
+
     @property
     def paths(self) -> Collection[str]:
         """All paths with a given or inferred result."""

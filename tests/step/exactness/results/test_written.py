@@ -13,6 +13,8 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from lightning_unified.step.results.entries import is_mergeable, learn_entry
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from tests.support.lanes import crossed, slow
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.writing import (
@@ -178,6 +180,67 @@ def test_a_refusal_comes_before_anything_is_written(kind):
         fit(module, kind.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
 
     assert torch.equal(weights(module), before)
+
+
+class Steps(Writes):
+    """Steps up or down by the sign of a mean of the batch."""
+
+    size = 0.01
+
+    def __init__(self):
+        super().__init__()
+        self.limit = 0.5
+
+    def write(self, batch, out, loss):
+        self.limit += self.size if batch["x"][:, 0].mean() > 0 else -self.size
+
+
+def test_a_number_that_steps_by_a_mean_of_the_batch_is_refused_at_once():
+    torch.manual_seed(0)
+    module = Steps().double()
+    x = torch.tensor([-1.0, -1, 1, -1, -1, 1, 1, 1], dtype=torch.float64)[:, None].expand(8, 6)
+    rows = [{"x": one + 0.01 * index, "y": index % 4} for index, one in enumerate(x)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=8)
+
+    with pytest.raises(SplitError, match=r"^Steps writes Steps\.limit in its step"):
+        fit(module, loader, strategy=UnifiedStrategy(micro_batch_size=3))
+
+
+def learnt(before, whole, values, weights=(1, 2, 5)):
+    table = MergeTable()
+    lacks = learn_entry(
+        table,
+        "limit",
+        before,
+        whole,
+        values,
+        MicroBatchWeights(list(weights), list(map(float, weights))),
+        tolerance=1e-6,
+    )
+    return bool(lacks), table
+
+
+@pytest.mark.parametrize(
+    ("before", "whole", "values"),
+    [
+        (0.5, 0.51, [0.49, 0.51, 0.51]),
+        (0.5, 0.49, [0.49, 0.49, 0.51]),
+        (torch.tensor(0.5), torch.tensor(0.51), [torch.tensor(0.49), torch.tensor(0.49), torch.tensor(0.51)]),
+    ],
+)
+def test_the_value_of_most_micro_batches_is_no_maximum_or_sum(before, whole, values):
+    assert learnt(before, whole, values)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "whole", "values"),
+    [(3.0, 7.0, [3.0, 7.0, 7.0]), (5.0, 7.0, [3.0, 6.0, 7.0]), (5, 5, [5, 5, 5]), (4, 5, [5, 5, 3])],
+)
+def test_extremes_of_rows_and_sums_of_counts_are_still_learnt(before, whole, values):
+    lacks, table = learnt(before, whole, values)
+
+    assert not lacks
+    assert is_mergeable(table, "limit")
 
 
 class Clock(Writes):
