@@ -6,6 +6,7 @@ Their logs and results are the whole batch's.
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
@@ -68,7 +69,7 @@ def trainer(strategy, *callbacks, **options):
         accelerator="cpu",
         strategy=strategy,
         precision="64-true",
-        logger=False,
+        logger=options.pop("logger", False),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -220,3 +221,20 @@ def test_without_recovery_the_original_error_is_raised():
         evaluated("validate", most=3, strategy=UnifiedStrategy(recover=False))
 
     assert type(caught.value) is RuntimeError
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_a_logger_is_no_state_that_an_evaluation_step_writes(stage, tmp_path):
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"kept": 1.0}, step=0)
+    strategy = UnifiedStrategy(evaluation_micro_batch_size=3)
+    runner = trainer(strategy, logger=logger, max_epochs=1, num_sanity_val_steps=0)
+    torch.manual_seed(0)
+    module = Evaluates().double()
+    if stage == "fit":
+        runner.fit(module, Evaluates.loader(), Evaluates.loader())
+    else:
+        getattr(runner, stage)(module, Evaluates.loader(), verbose=False)
+
+    assert runner.loggers == [logger]
+    assert "loss_epoch" in runner.callback_metrics

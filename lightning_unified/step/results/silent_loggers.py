@@ -7,7 +7,9 @@ import lightning as L
 from lightning.fabric.loggers.logger import _DummyExperiment
 from lightning.pytorch.loggers import Logger
 
-__all__ = ["SilentLoggers", "say_direct_logs"]
+__all__ = ["STAND_INS", "SilentLoggers", "say_direct_logs"]
+
+STAND_INS = "trainer._loggers"  # the path at which a watch over the Trainer's state sees the stand-ins
 
 _WRITING = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
 

@@ -20,7 +20,7 @@ from lightning_unified.step.exactness.draws.replay import DrawMode
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
-from lightning_unified.step.results.silent_loggers import say_direct_logs
+from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
 from lightning_unified.step.results.written import Written, written_since
 from lightning_unified.step.split.containers import entries_of, with_entries
 from lightning_unified.step.undo import StateWatch
@@ -106,6 +106,7 @@ def aside(
         def gather(returned: Any) -> Results:
             after = _host_generators()
             written = written_since(undone.noted)
+            written.pop(STAND_INS, None)
             if any(one.kind == "entry" for one in written.values()):
                 undone.look()  # the step may have created metrics
             return Results(
