@@ -10,7 +10,7 @@ from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.planner import StepPlanner
-from lightning_unified.step.loop.split_batch import SplitResults
+from lightning_unified.step.loop.split_results import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.policy.memory_policy import STAGES
 from lightning_unified.step.recovery.generators import GeneratorWatch

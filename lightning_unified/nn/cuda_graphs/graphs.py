@@ -268,7 +268,7 @@ class RecordedCalls:
 
 def is_recorded(network: nn.Module) -> bool:
     """Return whether a recording exists for `network` or a module in it."""
-    return any(one.recorded for one in _stand_ins(network))
+    return any(one.recorded for _, one in _stand_ins(network))
 
 
 def may_be_recorded(network: nn.Module) -> bool:
@@ -276,15 +276,12 @@ def may_be_recorded(network: nn.Module) -> bool:
 
     Reserved memory does not show waste then.
     """
-    return any(not one.is_refused for one in _stand_ins(network))
+    return bool(replayed_parts(network))
 
 
 def replayed_parts(network: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules in `network` whose calls may be recorded."""
-    if not _IN_USE:
-        return ()
-    calls = {name: vars(module).get(COMPILED_CALL) for name, module in network.named_modules()}
-    return tuple(name for name, call in calls.items() if isinstance(call, RecordedCalls) and not call.is_refused)
+    return tuple(name for name, one in _stand_ins(network) if not one.is_refused)
 
 
 def release_recordings(network: nn.Module) -> None:
@@ -292,7 +289,7 @@ def release_recordings(network: nn.Module) -> None:
 
     Call it where memory is short.
     """
-    for one in _stand_ins(network):
+    for _, one in _stand_ins(network):
         one.release()
 
 
@@ -316,13 +313,14 @@ def no_new_recordings() -> Iterator[None]:
         _waits.reset(token)
 
 
-def _stand_ins(network: nn.Module) -> Iterator[RecordedCalls]:
+def _stand_ins(network: nn.Module) -> Iterator[tuple[str, RecordedCalls]]:
+    """Yield the recorded calls in `network`, with the names of their modules."""
     if not _IN_USE:  # this runs at every step, and networks have hundreds of modules
         return
-    for module in network.modules():
+    for name, module in network.named_modules():
         own = vars(module).get(COMPILED_CALL)
         if isinstance(own, RecordedCalls):
-            yield own
+            yield name, own
 
 
 def _failures(device: torch.device) -> int:

@@ -21,7 +21,8 @@ from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
-from lightning_unified.step.loop.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
+from lightning_unified.step.loop.split_results import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchShape

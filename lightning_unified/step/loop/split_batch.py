@@ -1,33 +1,22 @@
 """A batch as the closure runs it: whole, or split with its results merged."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.nn.cuda_graphs import no_new_recordings
 from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.loop.outside_writes import OutsideWrites
-from lightning_unified.step.results.by_shape import merge
-from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
-from lightning_unified.step.results.metrics import MetricsOverMicroBatches
-from lightning_unified.step.results.trees import merge_tree, unknown_paths
-from lightning_unified.step.results.written import WrittenOverMicroBatches
-from lightning_unified.step.undo import StateWatch
+from lightning_unified.step.loop.split_results import SplitResults
 
-__all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
+__all__ = ["SplitBatch", "WholeBatch"]
 
 
 class WholeBatch:
@@ -62,143 +51,6 @@ class WholeBatch:
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
         """Return the one result."""
         return outputs[0]
-
-
-class SplitResults:
-    """Merges micro-batches' outputs, logs and metrics by the rules of the exactness check.
-
-    Args:
-        tables: The rules.
-        results: Lightning's collection of logged values; None where nothing can be logged.
-        metrics: The module's torchmetrics objects, by path.
-        state: The watch over state that the step may write; None where nothing is checked, so that no rule can be
-            known.
-        ignored: Prefixes of paths that the user allows a split batch to write once a micro-batch.
-        learn: `learn(table, paths)` checks the batch, because its step gave values at paths that `table` lacks.
-    """
-
-    def __init__(
-        self,
-        tables: Tables,
-        *,
-        results: _ResultCollection | None,
-        metrics: Mapping[str, Metric],
-        state: StateWatch | None,
-        ignored: tuple[str, ...],
-        learn: Callable[[MergeTable, Sequence[str]], None],
-    ) -> None:
-        self._tables, self._results, self._learn, self._state = tables, results, learn, state
-        self._ignored = ignored
-        self._all_metrics = dict(metrics)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start over: some optimizers run their closure, and so the batch, several times a step."""
-        self._logs, self._is_settled = LogRecorder(), False
-        self._metrics = MetricsOverMicroBatches(self._all_metrics, self._tables.metrics, self._tables.joins)
-        self._written: WrittenOverMicroBatches | None = None
-        if self._state is not None:
-            self._written = WrittenOverMicroBatches(
-                self._state, self._tables.written, self._learn, ignored=self._ignored
-            )
-
-    @contextmanager
-    def micro_batch(self, index: int) -> Iterator[None]:
-        """Record the logs and metric updates of micro-batch `index` inside the block."""
-        self._logs.next_micro_batch(index)
-        if self._written is not None:
-            self._written.begin_micro_batch()
-        with self.recording(), self._metrics.watching():
-            yield
-
-    def end_micro_batch(self) -> None:
-        """Record the state that a micro-batch's step wrote, before the hooks that run once a batch."""
-        if self._written is not None:
-            self._written.end_micro_batch()
-
-    def state_before(self) -> AbstractContextManager[None]:
-        """Restore the state from before the batch inside the block, after its last micro-batch."""
-        return nullcontext() if self._written is None or self._is_settled else self._written.state_before()
-
-    def settle(self, weights: MicroBatchWeights) -> None:
-        """Write the merged state, metrics and logs once; later calls do nothing."""
-        if self._is_settled:
-            return
-        self._is_settled = True
-        if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
-            self._learn(self._tables.logs, new)
-        self._metrics.finish(weights)
-        if self._written is not None:
-            self._written.finish(weights)
-        self._flush(weights, by_steps=True)
-
-    def _flush(self, weights: MicroBatchWeights, *, by_steps: bool) -> None:
-        if self._results is not None:
-            self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, weights), by_steps=by_steps)
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Hold back the values that are logged inside the block."""
-        return self._logs.recording(self._results)
-
-    def finish(self, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
-        """Return the whole batch's output, write its logs, and merge metrics."""
-        tables = self._tables
-        if new := unknown_paths(tables.outputs, values):
-            self._learn(tables.outputs, new)
-        self.settle(weights)
-        self._flush(weights, by_steps=False)
-
-        def by_shape(_path: str, values: Sequence[Any]) -> Any:
-            return merge(values, sizes=weights.rows, average=partial(merged, "mean", weights=weights))
-
-        return merge_tree(tables.outputs, values, weights, fallback=by_shape)
-
-    def undecided(self, weights: MicroBatchWeights) -> set[str]:
-        """Return the names of logs for which several means fit all checks, and differ here."""
-        calls = [(path_of_log(key), call) for key, call in self._logs.logged.items()]
-        return {
-            path for path, call in calls if _differ(_weights_that_fit(self._tables, path, *_weights_of(call, weights)))
-        }
-
-    def _is_new(self, key: LogKey, call: Logged) -> bool:
-        """Return whether the step itself logged a value that no check has seen."""
-        is_value = isinstance(call.values[0], Tensor)
-        return is_value and key[0].endswith("_step") and not self._tables.logs.knows(path_of_log(key))
-
-    def _whole_log(self, key: LogKey, call: Logged, weights: MicroBatchWeights) -> tuple[Any, Any]:
-        """Return a logged value of the whole batch, and its `batch_size`."""
-        path, tables = path_of_log(key), self._tables
-        if isinstance(call.values[0], Metric):
-            return call.values[-1], call.batch_sizes[-1]
-        own, by_size = _weights_of(call, weights)
-        batch_size = None
-        if by_size is not None:
-            rule = tables.logs.rule(f"batch_size of {path}")
-            batch_size = call.batch_sizes[0] if rule == "equal" else sum(call.batch_sizes)
-        values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in call.values]
-        return self._value(path, values, own, by_size, call), batch_size
-
-    def _value(
-        self,
-        path: str,
-        values: list[Tensor],
-        weights: MicroBatchWeights,
-        by_size: MicroBatchWeights | None,
-        call: Logged,
-    ) -> Any:
-        tables = self._tables
-        rule, declared = tables.logs.rule(path), _declared(call)
-        if declared in tables.logs.all_rules(path):
-            rule = declared  # of several rules that fit so far
-        try:
-            is_given = path in tables.logs.given
-            if by_size is not None and not is_given and rule != "equal" and tables.sized_logs.rule(path) == "mean":
-                return merged("mean", values, by_size)
-            if rule is not None:
-                return merged(rule, values, weights)
-        except SplitError:
-            tables.logs.reject(path)
-        return _as_reduced(call, values, by_size or weights)
 
 
 class SplitBatch:
@@ -339,44 +191,3 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
     if before is None or now is None:
         return before is now
     return before._version == version and (before is now or torch.equal(before, now))
-
-
-def _weights_of(call: Logged, weights: MicroBatchWeights) -> tuple[MicroBatchWeights, MicroBatchWeights | None]:
-    """Return the weights of the micro-batches that logged a value, and those by its `batch_size`."""
-    own = MicroBatchWeights(
-        [weights.rows[index] for index in call.micro_batches],
-        [weights.terms[index] for index in call.micro_batches],
-    )
-    if any(size is None for size in call.batch_sizes):
-        return own, None
-    return own, MicroBatchWeights(own.rows, [float(size) for size in call.batch_sizes])
-
-
-def _weights_that_fit(
-    tables: Tables, path: str, weights: MicroBatchWeights, by_size: MicroBatchWeights | None
-) -> list[Sequence[float]]:
-    """Return the weights of each mean that fits all checks of a logged value."""
-    rules = tables.logs.all_rules(path)
-    if "equal" in rules or path in tables.logs.given:
-        return []
-    fit = [one for rule, one in (("mean", weights.terms), ("mean of rows", weights.rows)) if rule in rules]
-    is_sized = by_size is not None and "mean" in tables.sized_logs.all_rules(path)
-    return [*fit, by_size.terms] if is_sized and by_size is not None else fit
-
-
-def _differ(several: Sequence[Sequence[float]]) -> bool:
-    """Return whether weights differ by more than a factor."""
-    shares = [[one / (sum(weights) or 1) for one in weights] for weights in several]
-    return any(abs(one - first) > 1e-6 for other in shares[1:] for one, first in zip(other, shares[0], strict=True))
-
-
-def _as_reduced(call: Logged, values: list[Tensor], weights: MicroBatchWeights) -> Any:
-    """Merge a logged value without a rule as its `reduce_fx` reduces steps."""
-    return merged(_declared(call) or "mean", values, weights)
-
-
-def _declared(call: Logged) -> str | None:
-    """Return the rule that `reduce_fx` declares; None for a mean, the default."""
-    reduce_fx = call.options.get("reduce_fx", "mean")
-    how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    return {"sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}.get(how)
