@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -184,7 +184,7 @@ def look(
     watched = {id(one): (one, one._version) for one in (*call.tensors, *network.buffers())}
     device = call.tensors[0].device
     drawn, recomputed = _drawn(device), recomputed_calls()
-    with Looking(device) as looking, _unseen(network):
+    with Looking(device) as looking, _unseen(network, looking):
         result = network._call_impl(*args, **kwargs)
     written = {key: one for key, (one, version) in watched.items() if one._version != version}
     reason = looking.reason or _why_not_result(network, result, call, written, state=state)
@@ -202,14 +202,14 @@ def _drawn(device: torch.device) -> Any:
 
 
 @contextmanager
-def _unseen(network: nn.Module) -> Iterator[None]:
-    """Hide operations of compiled parts from dispatch modes inside the block.
+def _unseen(network: nn.Module, looking: Looking) -> Iterator[None]:
+    """Hide operations of compiled parts from `looking` inside the block.
 
-    Torch's compiler does not run under them, and eager operations would need more memory.
+    Torch's compiler does not run under dispatch modes, and eager operations would need more memory.
     """
     before = [(part, vars(part).get(COMPILED_CALL)) for part in compiled_inside(network).values()]
     for part, call in before:
-        vars(part)[COMPILED_CALL] = _Unseen(call or part._call_impl)
+        vars(part)[COMPILED_CALL] = _Unseen(call or part._call_impl, looking)
     try:
         yield
     finally:
@@ -221,12 +221,17 @@ def _unseen(network: nn.Module) -> Iterator[None]:
 
 
 class _Unseen:
-    """A call whose operations the innermost dispatch mode does not see."""
+    """A call whose operations `looking` does not see while it is the innermost dispatch mode.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    A checkpointed block keeps this call for its second run, when `looking` is over.
+    """
+
+    def __init__(self, call: Callable[..., Any], looking: Looking) -> None:
+        self._call, self._looking = call, looking
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _get_current_dispatch_mode() is not self._looking:
+            return self._call(*args, **kwargs)
         with _pop_mode_temporarily():
             return self._call(*args, **kwargs)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_unified.nn.checkpoint import recompute
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
@@ -101,6 +102,24 @@ def test_compiled_parts_are_recorded_and_their_operations_are_not_looked_at():
 
     assert recorded.recorded == 1
     assert net[0]._compiled_call_impl == net[0]._call_impl
+
+
+def test_a_compiled_block_that_the_network_checkpoints_runs_again_after_the_look():
+    class Checkpoints(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            return recompute(self.block, self.first(x))
+
+    net, x = Checkpoints(), torch.ones(2, 4)
+    expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    net.block.compile(backend="eager")
+    calls = RecordedCalls(net)
+    got = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    assert not calls.is_refused
+    torch.testing.assert_close(got, expected)
 
 
 def test_networks_with_compiled_functions_or_sparse_gradients_are_not_recorded(caplog):
