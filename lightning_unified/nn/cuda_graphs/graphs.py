@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.nn.compiled import COMPILED_CALL
+from lightning_unified.nn.compiled import COMPILED_CALL, compiled_inside
+from lightning_unified.nn.cuda_graphs.calls import Call, call_of
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
+from lightning_unified.nn.cuda_graphs.passes import UnrecordableError, recording_stream, rehearse
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
-from lightning_unified.nn.cuda_graphs.recording import (
-    Call,
-    Recording,
-    Turn,
-    UnrecordableError,
-    call_of,
-    record,
-    recording_stream,
-)
+from lightning_unified.nn.cuda_graphs.recording import Recording, Turn, record
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
 from lightning_unified.nn.stand_in import warn_once
 
@@ -219,14 +213,20 @@ class RecordedCalls:
         Raises:
             torch.OutOfMemoryError: If memory runs out for the first time; all recordings and known shapes are dropped then.
         """
+        has_compiled_parts = bool(compiled_inside(self._network))
+        if has_compiled_parts:
+            self.release()  # rehearsals need the memory
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             self._buffer = self._buffer.of(self._trained)
             self._buffer.adopt()
-            for call in self._shapes.due(self._recordings):
-                with eager_calls():
+            due, written = self._shapes.due(self._recordings), [*self._written.values()]
+            with eager_calls():
+                for call in due if has_compiled_parts else ():
+                    rehearse(self._network, call, buffer=self._buffer, written=written)
+                for call in due:
                     self._recordings[call.key] = record(
-                        self._network, call, buffer=self._buffer, written=[*self._written.values()], pool=self._pool
+                        self._network, call, buffer=self._buffer, written=written, pool=self._pool
                     )
         except UnrecordableError:
             self._drop()

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_unified.nn.autograd_limits import in_a_transform
 from lightning_unified.nn.compiled import COMPILED_CALL, ORIGINAL, compiled_inside, is_compiled
-from lightning_unified.nn.cuda_graphs.recording import Call
+from lightning_unified.nn.cuda_graphs.calls import Call
 from lightning_unified.nn.recomputing import recomputes_by_itself
 from lightning_unified.nn.second_run.runs import recomputed_calls, saves_elsewhere
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Hashable
 
-from lightning_unified.nn.cuda_graphs.recording import Call
+from lightning_unified.nn.cuda_graphs.calls import Call
 
 __all__ = ["SETTLED", "KnownShapes"]
 

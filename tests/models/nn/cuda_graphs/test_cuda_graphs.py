@@ -24,7 +24,8 @@ from lightning_unified.nn.cuda_graphs import (
     shapes,
 )
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
-from lightning_unified.nn.cuda_graphs.recording import Recording, call_of
+from lightning_unified.nn.cuda_graphs.calls import call_of
+from lightning_unified.nn.cuda_graphs.recording import Recording
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
 from tests.support.modules.recorded.cpu import IDS, calls_of, gradients, settle, step

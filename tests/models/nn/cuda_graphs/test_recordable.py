@@ -104,6 +104,24 @@ def test_compiled_parts_are_recorded_and_their_operations_are_not_looked_at():
     assert net[0]._compiled_call_impl == net[0]._call_impl
 
 
+def test_all_shapes_of_compiled_parts_are_rehearsed_before_the_first_is_recorded(monkeypatch):
+    net, done = nn.Sequential(nn.Linear(4, 4)), []
+    net[0]._compiled_call_impl = net[0]._call_impl  # as `Module.compile` sets it
+    own = cuda_graphs.record
+    monkeypatch.setattr(cuda_graphs, "rehearse", lambda network, call, **_: done.append(("rehearse", call.elements)))
+    monkeypatch.setattr(
+        cuda_graphs,
+        "record",
+        lambda network, call, **_: done.append(("record", call.elements)) or own(network, call, **_),
+    )
+    RecordedCalls(net)
+    for _ in range(SETTLED):
+        for rows in (2, 3):
+            net(torch.randn(rows, 4)).sum().backward()
+
+    assert done == [("rehearse", 12), ("rehearse", 8), ("record", 12), ("record", 8)]
+
+
 def test_a_compiled_block_that_the_network_checkpoints_runs_again_after_the_look():
     class Checkpoints(nn.Module):
         def __init__(self):

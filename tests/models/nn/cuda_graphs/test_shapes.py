@@ -6,7 +6,7 @@ They make room once they are stale.
 import pytest
 import torch
 
-from lightning_unified.nn.cuda_graphs.recording import call_of
+from lightning_unified.nn.cuda_graphs.calls import call_of
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED, KnownShapes
 
 
