@@ -70,7 +70,7 @@ class ExactnessCheck:
         fits: Callable[[int], bool | None],
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        self._trainer, self._splitter, self._make_room = trainer, splitter, make_room
+        self._trainer, self._rules, self._splitter, self._make_room = trainer, rules, splitter, make_room
         self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()
         self._runner = Runner(trainer, step=step)
         self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
@@ -109,6 +109,10 @@ class ExactnessCheck:
             self._profiles.add(self._facts(batch, rows))
         assert self._verdict is not None
         return self._verdict
+
+    def batch_on_host(self, batch: Any) -> Any:
+        """Return the batch as it is on the host, for rules that read a field; None if it is not kept or cannot be split there."""
+        return None if self._rules.rows.split is not None else self.host_figures.batch_on_host(batch)
 
     def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:
         """Return all facts that may decide how a step computes on this batch."""
@@ -259,6 +263,8 @@ class ExactnessCheck:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
         if len(sizes) < 2:
             return False
+        on_host = self.batch_on_host(batch)
+        batch = batch if on_host is None else on_host
         places = zip(starts_of(sizes), sizes, strict=True)
         micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)

@@ -75,6 +75,11 @@ class LossRule:
     count: Callable[[Any], Any] | None = None
     adds: bool = False
 
+    @property
+    def reads_a_field(self) -> bool:
+        """Whether the rule counts the terms by one field, on whatever device that is."""
+        return isinstance(self.count, Terms)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the rule for a checkpoint; a declared rule is saved by its name only."""
         terms = asdict(self.count) if isinstance(self.count, Terms) else None

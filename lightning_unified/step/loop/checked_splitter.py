@@ -125,7 +125,7 @@ class CheckedSplitter:
         micro_batches = self.splitter.micro_batches(batch, rows)
         return SplitBatch(
             [partial(self._step, OrderedDict(kwargs, **{key: one})) for one in micro_batches],
-            Weighting(self._policy.splits.loss_rule, micro_batches, rows),
+            self._weighting(batch, micro_batches, rows),
             merging=SplitResults(
                 self.check.tables,
                 results=self._trainer.fit_loop.epoch_loop._results,
@@ -142,6 +142,14 @@ class CheckedSplitter:
             see_bends=partial(self._see_bends, kwargs, shape, rows),
             is_checked=self._is_checked,
         )
+
+    def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:
+        """Return the weights of micro-batches, from the batch on the host if possible: then nothing waits for the device."""
+        rule = self._policy.splits.loss_rule
+        on_host = self.check.batch_on_host(batch) if rule.reads_a_field else None
+        if on_host is not None:
+            micro_batches = self.splitter.micro_batches(on_host, rows)
+        return Weighting(rule, micro_batches, rows)
 
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
         """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""

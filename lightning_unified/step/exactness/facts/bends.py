@@ -14,7 +14,7 @@ A fact tells which sides the micro-batches of a batch have, and whether their nu
 each row's term: that is no mistake, so facts only ask for a comparison.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -37,14 +37,29 @@ class LossBends:
     def __init__(self) -> None:
         self._graphs: list[GraphFact] = []
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
+        self._transfers: list[torch.cuda.Event] = []
 
     def add(self, loss: Tensor) -> GraphFact:
         """Note the loss of the next micro-batch before its backward pass, and return the fact about its graph."""
         graph, nodes = graph_near(loss)
         found = list(_figures_of(nodes))
+        figures = [one for _, one in found]
+        if figures and all(one.is_cuda for one in figures):
+            figures = self._sent(figures)
         self._graphs.append(graph)
-        self._seen.append(((graph, tuple(name for name, _ in found)), [figures for _, figures in found]))
+        self._seen.append(((graph, tuple(name for name, _ in found)), figures))
         return graph
+
+    def _sent(self, figures: Sequence[Tensor]) -> list[Tensor]:
+        """Begin the transfer of figures from a CUDA device to the host.
+
+        It ends before the backward pass begins. So `facts` waits for the last forward pass only, and the device has the backward pass to do.
+        """
+        sent = torch.stack([one.float() for one in figures]).to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(figures[0].device))
+        self._transfers.append(done)
+        return list(sent)
 
     @property
     def is_mixed(self) -> bool:
@@ -52,7 +67,9 @@ class LossBends:
         return any(value[-1] for _, kind, value in self.facts() if kind == "bends")
 
     def facts(self) -> frozenset[Fact]:
-        """Return the facts about the batch; figures on a device are read in one transfer."""
+        """Return the facts about the batch, after the figures of all micro-batches are on the host."""
+        for transfer in self._transfers:
+            transfer.synchronize()
         facts: set[Fact] = set(self._graphs)
         if len(facts) > 1:
             facts.add(("the loss", "bends", (frozenset(self._graphs), True)))

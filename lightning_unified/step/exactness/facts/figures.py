@@ -30,6 +30,8 @@ _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: to
 class HostFigures:
     """The figures of tensors of one batch, computed before they were moved to the device.
 
+    A small batch is kept on the host too, until the next one, so that loss terms of its micro-batches can be counted there.
+
     Attributes:
         is_wanted: Whether the next `note` computes anything. It does for the first batch, and then after each batch that is split.
     """
@@ -37,10 +39,12 @@ class HostFigures:
     def __init__(self) -> None:
         self.is_wanted = True
         self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
+        self._host: Any = None
 
     def note(self, host: Any, moved: Any) -> None:
         """Compute figures of a batch's tensors on the host; `moved` is the batch on the device."""
         self._found.clear()
+        self._host = None
         if not self.is_wanted:
             return
         self.is_wanted = False
@@ -50,11 +54,18 @@ class HostFigures:
         pairs = [(before[path], after[path]) for path in before if _is_moved(before[path], after[path])]
         for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs]), strict=True):
             self._found[id(leaf)] = (weakref.ref(leaf), leaf._version, figures)
+        if pairs and len(pairs) == len(before):
+            self._host = host
 
     def of(self, leaf: Tensor) -> list[int] | None:
         """Return the figures of a moved tensor; None if unknown or if the tensor was written since."""
         reference, version, figures = self._found.get(id(leaf), (None, None, None))
         return figures if reference is not None and reference() is leaf and leaf._version == version else None
+
+    def batch_on_host(self, moved: Any) -> Any:
+        """Return a moved batch as it is on the host; None if it is not kept, or if one of its tensors was written since."""
+        known = [self.of(leaf) is not None for _, leaf in named_tensors(moved)]
+        return self._host if len(known) == len(self._found) and all(known) else None
 
 
 def _is_moved(before: Tensor, after: Tensor) -> bool:
