@@ -202,10 +202,10 @@ class _Copies:
         self._entries: list[Any] = []  # their entries, one after another
         self._sized: list[Sized] = list(counted)
         for cell, noted in cells:
-            if not noted and not isinstance(cell, ClassCell):
-                self._empty.append(cell.target)
-                continue
             owner = vars(cell.target) if isinstance(cell, ClassCell) else cell.target
+            if not noted and not owner:  # attributes of the compiler may be there without being noted
+                self._empty.append(owner)
+                continue
             if not isinstance(cell, NamesCell):  # other names come and go beside its own
                 self._sized.append(owner)
             if isinstance(cell, (ClassCell, NamesCell)) or (isinstance(cell, MappingCell) and cell.skip):

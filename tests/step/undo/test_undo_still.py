@@ -89,6 +89,19 @@ def test_a_write_that_changes_nothing_is_no_change_and_hides_none(few, monkeypat
     assert not cells.are_same()
 
 
+@pytest.mark.usefixtures("_versions")
+def test_attributes_that_are_left_out_make_no_empty_dict_a_changed_one():
+    """A compiled call writes attributes of its own on the parameters that it gets."""
+    weight = nn.Parameter(torch.zeros(2))
+    cell = MappingCell(vars(weight), (None, "weight", "global"), style="attribute", skip=frozenset({"of_compiler"}))
+    weight.of_compiler = "static"
+    cells = StillCells([(cell, cell.copy())], empty=[], counted=[])
+    assert cells.are_same()
+
+    weight.late = 1
+    assert not cells.are_same()
+
+
 def test_versions_are_not_copied_to_another_process():
     with pytest.raises(TypeError, match="belong to their process"):
         still.DictVersions([{}]).__reduce__()

@@ -14,7 +14,7 @@ A fact tells which sides the micro-batches of a batch have, and whether their nu
 each row's term: that is no mistake, so facts only ask for a comparison.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -43,23 +43,26 @@ class LossBends:
         """Note the loss of the next micro-batch before its backward pass, and return the fact about its graph."""
         graph, nodes = graph_near(loss)
         found = list(_figures_of(nodes))
-        figures = [one for _, one in found]
-        if figures and all(one.is_cuda for one in figures):
-            figures = self._sent(figures)
         self._graphs.append(graph)
-        self._seen.append(((graph, tuple(name for name, _ in found)), figures))
+        self._seen.append(((graph, tuple(name for name, _ in found)), self._sent([one for _, one in found])))
         return graph
 
-    def _sent(self, figures: Sequence[Tensor]) -> list[Tensor]:
-        """Begin the transfer of figures from a CUDA device to the host.
+    def _sent(self, figures: list[Tensor]) -> list[Tensor]:
+        """Begin the transfer of figures on a CUDA device to the host, and return all figures.
 
-        It ends before the backward pass begins. So `facts` waits for the last forward pass only, and the device has the backward pass to do.
+        The transfer ends before the backward pass begins. So `facts` waits for the last forward pass only, and the device has the backward pass
+        to do.
         """
-        sent = torch.stack([one.float() for one in figures]).to("cpu", non_blocking=True)
+        moving = [index for index, one in enumerate(figures) if one.is_cuda]
+        if not moving:
+            return figures
+        sent, found = torch.stack([figures[index].float() for index in moving]), [*figures]
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(figures[0].device))
+        for index, one in zip(moving, sent.to("cpu", non_blocking=True), strict=True):
+            found[index] = one
+        done.record(torch.cuda.current_stream(sent.device))
         self._transfers.append(done)
-        return list(sent)
+        return found
 
     @property
     def is_mixed(self) -> bool:

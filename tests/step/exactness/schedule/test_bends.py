@@ -171,7 +171,7 @@ def test_a_value_that_would_be_computed_again_is_not_read():
 def test_bends_on_a_cuda_device_are_those_on_the_host():
     def facts(device):
         values = (torch.tensor(value, device=device, requires_grad=True) for value in (0.5, 2.0))
-        return bends_of(*(F.relu(value - 1) * 3 for value in values)).facts()
+        return bends_of(*(F.relu(value - 1) * 3 * torch.ones((), device=device) for value in values)).facts()
 
     assert facts("cuda") == facts("cpu")
     assert any(value[-1] for _, kind, value in facts("cuda") if kind == "bends")
