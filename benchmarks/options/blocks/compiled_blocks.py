@@ -287,14 +287,19 @@ def one(name: str, steps: int, peak: int | None) -> None:
     print(json.dumps(found), flush=True)
 
 
-def recorded(but: set[str]) -> list[dict[str, Any]]:
-    """Return the runs of the present record without some cells.
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return the runs of the present record by cell.
 
-    The list is empty if the record comes from another device, or from other versions.
+    There are none if it comes from another device, or from other versions.
     """
     record = json.loads(RESULTS.read_text())
     is_alike = record["device"] == torch.cuda.get_device_name() and record["versions"] == origin(COMMAND)["versions"]
-    return [run for run in record["runs"] if is_alike and run["cell"] not in but]
+    return {run["cell"]: run for run in record["runs"]} if is_alike else {}
+
+
+def unit_of(name: str) -> str:
+    """Return the cell whose peak is the unit of a cell's budgets: the first of its network."""
+    return next(cell for cell in CELLS if cell.split("/")[0] == name.split("/", maxsplit=1)[0])
 
 
 def main() -> None:
@@ -309,16 +314,17 @@ def main() -> None:
         return
     prepare("compiled-blocks")
     began = time.monotonic()
-    runs = recorded(set(options.cells)) if options.add else []
-    peaks: dict[str, int] = {}
-    for run in runs:
-        peaks.setdefault(run["cell"].split("/")[0], run.get("peak_bytes", 0))
+    runs = recorded() if options.add else {}
     for name in options.cells:
-        network, left = name.split("/")[0], options.seconds - (time.monotonic() - began)
+        left = options.seconds - (time.monotonic() - began)
         if left < 20:
             print(f"{name}: left out, no time is left", flush=True)
             continue
-        environment = {**os.environ, "CELL": name, "PEAK": str(peaks.get(network, 0))}
+        peak = runs.get(unit_of(name), {}).get("peak_bytes")
+        if peak is None and name.endswith(("half", "quarter")):
+            print(f"{name}: left out, because {unit_of(name)} gives its budget and is not measured", flush=True)
+            continue
+        environment = {**os.environ, "CELL": name, "PEAK": str(peak or 0)}
         arguments = [sys.executable, "-m", "benchmarks.options.blocks.compiled_blocks", "--steps", str(options.steps)]
         found: dict[str, Any]
         try:
@@ -327,15 +333,13 @@ def main() -> None:
             found = json.loads(lines[-1]) if lines else {"error": ran.stderr[-1500:]}
         except subprocess.TimeoutExpired:
             found = {"error": "no time was left"}
-        peaks.setdefault(network, found.get("peak_bytes", 0))
         predicted, true = found.get("predicted_peak_bytes"), found.get("peak_bytes")
         if predicted and true and "graphs" not in name:
             found["error_of_prediction"] = round(predicted / true - 1, 4)
-        runs.append({"cell": name, **found})
-        print(json.dumps(runs[-1]), flush=True)
-        write(
-            {**origin(COMMAND), "device": torch.cuda.get_device_name(), "steps": options.steps, "runs": runs}, RESULTS
-        )
+        runs[name] = {"cell": name, **found}
+        print(json.dumps(runs[name]), flush=True)
+        record = {"device": torch.cuda.get_device_name(), "steps": options.steps, "runs": [*runs.values()]}
+        write({**origin(COMMAND), **record}, RESULTS)
 
 
 if __name__ == "__main__":

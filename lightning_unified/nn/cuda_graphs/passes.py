@@ -37,9 +37,9 @@ class Passes:
 
     @contextmanager
     def on_their_stream(self) -> Iterator[None]:
-        """Run on the stream of recordings inside the block, which holds even where the end of a recording raises.
+        """Run on the stream of recordings inside the block.
 
-        `torch.cuda.graph` leaves its own stream set then.
+        It ends with the block even where the end of a recording raises: `torch.cuda.graph` leaves its own stream set then.
         """
         stream = recording_stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.enable_grad(), _no_collection():

@@ -111,7 +111,10 @@ class ExactnessCheck:
         return self._verdict
 
     def batch_on_host(self, batch: Any) -> Any:
-        """Return the batch as it is on the host, for rules that read a field; None if it is not kept or cannot be split there."""
+        """Return the batch as it is on the host, for rules that read a field.
+
+        The result is None if it is not kept, or cannot be split there.
+        """
         return None if self._rules.rows.split is not None else self.host_figures.batch_on_host(batch)
 
     def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:

@@ -144,7 +144,10 @@ class CheckedSplitter:
         )
 
     def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:
-        """Return the weights of micro-batches, from the batch on the host if possible: then nothing waits for the device."""
+        """Return the weights of micro-batches.
+
+        Terms are counted on the host if the batch is kept there, so that nothing waits for the device.
+        """
         rule = self._policy.splits.loss_rule
         on_host = self.check.batch_on_host(batch) if rule.reads_a_field else None
         if on_host is not None:

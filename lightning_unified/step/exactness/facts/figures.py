@@ -63,7 +63,10 @@ class HostFigures:
         return figures if reference is not None and reference() is leaf and leaf._version == version else None
 
     def batch_on_host(self, moved: Any) -> Any:
-        """Return a moved batch as it is on the host; None if it is not kept, or if one of its tensors was written since."""
+        """Return a moved batch as it is on the host.
+
+        The result is None if it is not kept, or if one of the moved tensors was written since.
+        """
         known = [self.of(leaf) is not None for _, leaf in named_tensors(moved)]
         return self._host if len(known) == len(self._found) and all(known) else None
 

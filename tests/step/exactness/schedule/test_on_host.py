@@ -1,4 +1,4 @@
-"""Loss terms of a batch that was moved to a device are counted on the host, where nothing waits for the device."""
+"""Loss terms of a moved batch are counted on the host, so that nothing waits for the device."""
 
 import pytest
 import torch
