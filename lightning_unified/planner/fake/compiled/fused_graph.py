@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -83,14 +84,21 @@ class FusedGraph:
         read = _bytes(values[one] for one in kernel.sources if one in values)
         with self._recorder.paused(paused=True):
             for node in kernel.nodes:
-                for one in node.all_input_nodes:
-                    self._value(one, values)
-                values[node] = _run(node, values)
+                values[node] = self._result(node, values)
         self._drop_views(values)
         for one in _reused(kernel, ending):
             values.pop(one, None)
         results = [values[node] for node in kernel.nodes if node not in ending]  # others stay inside the kernel
         self._recorder.note_fused(list(_tensors(results)), moved=read + _bytes(results))
+
+    def _result(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Return a stored result of a fused kernel, made without the operations that it fuses where its layout is known."""
+        known = node.meta.get("val")
+        if type(known) is FakeTensor and not is_view(node):
+            return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+        for one in node.all_input_nodes:
+            self._value(one, values)
+        return _run(node, values)
 
     def _drop_views(self, values: dict[fx.Node, Any]) -> None:
         """Drop views, which would keep their tensor alive; they are made again where they are needed."""
