@@ -39,6 +39,7 @@ class FusedGraph:
         self._kernels = ordered(kernels, self._returned)
         self._results = {result for kernel in kernels for result in kernel.results}
         self._ends = self._last_uses()
+        self._views = {node for node in module.graph.nodes if is_view(node) and node not in self._results}
 
     def _last_uses(self) -> list[list[fx.Node]]:
         """Return the stored tensors that end with each kernel; the last list is of unused inputs."""
@@ -58,14 +59,15 @@ class FusedGraph:
         given.clear()
         for unused in self._ends[-1]:
             values.pop(unused, None)
-        for kernel, ending in zip(self._kernels, self._ends, strict=False):
-            if kernel.is_fused:
-                self._store(kernel, values, ending)
-            else:
-                self._call(kernel, values)
-            for one in ending:
-                values.pop(one, None)
-        return map_arg(self._output.args[0], lambda node: self._value(node, values))
+        with torch._C.DisableTorchFunction():  # the graph's operations are those of the backend already
+            for kernel, ending in zip(self._kernels, self._ends, strict=False):
+                if kernel.is_fused:
+                    self._store(kernel, values, ending)
+                else:
+                    self._call(kernel, values)
+                for one in ending:
+                    values.pop(one, None)
+            return map_arg(self._output.args[0], lambda node: self._value(node, values))
 
     def _call(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
         """Run a library call, which the recorder sees."""
@@ -92,7 +94,10 @@ class FusedGraph:
         self._recorder.note_fused(list(_tensors(results)), moved=read + _bytes(results))
 
     def _result(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """Return a stored result of a fused kernel, made without the operations that it fuses where its layout is known."""
+        """Return a stored result of a fused kernel.
+
+        It is made without the operations that the kernel fuses, where the graph gives its layout.
+        """
         known = node.meta.get("val")
         if type(known) is FakeTensor and not is_view(node):
             return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
@@ -102,7 +107,7 @@ class FusedGraph:
 
     def _drop_views(self, values: dict[fx.Node, Any]) -> None:
         """Drop views, which would keep their tensor alive; they are made again where they are needed."""
-        for node in [node for node in values if is_view(node) and node not in self._results]:
+        for node in self._views.intersection(values):
             values.pop(node)
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
