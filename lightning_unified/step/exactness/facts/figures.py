@@ -40,11 +40,12 @@ class HostFigures:
         self.is_wanted = True
         self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
         self._host: Any = None
+        self._host_versions: list[tuple[Tensor, int]] = []
 
     def note(self, host: Any, moved: Any) -> None:
         """Compute figures of a batch's tensors on the host; `moved` is the batch on the device."""
         self._found.clear()
-        self._host = None
+        self._host, self._host_versions = None, []
         if not self.is_wanted:
             return
         self.is_wanted = False
@@ -55,7 +56,7 @@ class HostFigures:
         for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs]), strict=True):
             self._found[id(leaf)] = (weakref.ref(leaf), leaf._version, figures)
         if pairs and len(pairs) == len(before):
-            self._host = host
+            self._host, self._host_versions = host, [(one, one._version) for one, _ in pairs]
 
     def of(self, leaf: Tensor) -> list[int] | None:
         """Return the figures of a moved tensor; None if unknown or if the tensor was written since."""
@@ -65,10 +66,11 @@ class HostFigures:
     def batch_on_host(self, moved: Any) -> Any:
         """Return a moved batch as it is on the host.
 
-        The result is None if it is not kept, or if one of the moved tensors was written since.
+        The result is None if it is not kept, or if a tensor of either was written since.
         """
         known = [self.of(leaf) is not None for _, leaf in named_tensors(moved)]
-        return self._host if len(known) == len(self._found) and all(known) else None
+        is_same = len(known) == len(self._found) and all(known)
+        return self._host if is_same and all(one._version == was for one, was in self._host_versions) else None
 
 
 def _is_moved(before: Tensor, after: Tensor) -> bool:

@@ -33,14 +33,17 @@ def test_a_moved_batch_is_kept_on_the_host_until_the_next_one():
     assert figures.batch_on_host(device) is None
 
 
-@pytest.mark.parametrize("change", ["written", "replaced", "more", "large"])
+@pytest.mark.parametrize("change", ["written", "written on the host", "replaced", "more", "large"])
 def test_a_batch_that_may_differ_from_the_host_is_read_on_the_device(change, monkeypatch):
     if change == "large":
         monkeypatch.setattr("lightning_unified.step.exactness.facts.figures._MOST_ON_HOST", 10)
-    device = moved(BATCH)
-    figures = noted(BATCH, device)
+    host = moved(BATCH)
+    device = moved(host)
+    figures = noted(host, device)
     if change == "written":
         device["labels"][0] = 3
+    if change == "written on the host":
+        host["labels"][0] = 3
     if change == "replaced":
         device["labels"] = device["labels"].clone()
     if change == "more":
