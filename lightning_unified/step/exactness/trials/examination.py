@@ -31,6 +31,11 @@ log = logging.getLogger("lightning_unified")
 _AT_FIRST = 32  # units of the first check, if they are predicted to fit; judgement: if a tenth of the rows is hard, about three run
 UNITS = 8  # units of rows in later checks; judgement: enough for three unequal micro-batches
 
+_ON_CPU = (
+    "Memory ran out in the exactness check of a split, even with %d rows. It runs on the CPU now, which may take minutes for a large module; "
+    "a larger budget avoids that."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
@@ -125,6 +130,7 @@ class Examination:
         if found is None:
             found = self._recomputed(check, units)
         if found is None and self._trainer.strategy.root_device.type != "cpu":
+            log.warning(_ON_CPU, units * check.unit)
             try:
                 found = self._on_host(check, units)
             except (SplitError, UndoError):
