@@ -46,6 +46,7 @@ class Passes:
             yield
 
     def forward(self) -> Any:
+        """Call the network on the leaves, and return what it returns."""
         args, kwargs = self._call.arguments()
         on, dtype = self._call.autocast
         with _casts_kept_inside(self.device, dtype, on=on):
@@ -54,6 +55,7 @@ class Passes:
     def backward(
         self, outputs: Sequence[Tensor], incoming: Sequence[Tensor | None], *, put: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[list[bool], list[Tensor]]:
+        """Run the backward pass as `differentiate` does, and return the same."""
         wanted = [one for one in self._call.tensors if one.requires_grad]
         return differentiate(
             outputs, leaves=self._leaves, inputs=wanted, incoming=incoming, buffer=self._buffer, put=put
