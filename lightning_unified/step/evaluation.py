@@ -1,5 +1,6 @@
 """Validation, test and predict steps: whole, or split after memory ran out in one."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import lightning as L
 
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
+from lightning_unified.step.exactness.group import Alone, Request
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_results import SplitResults
@@ -34,6 +36,7 @@ class EvaluationSteps:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
         self._trainer, self._policy, self._planner = trainer, policy, planner
+        self._group = Alone()
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._encoders: dict[str, Encoders | None] = {}
@@ -86,62 +89,55 @@ class EvaluationSteps:
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         check, whole = self._check(phase, _loader_of(rest)), lambda micro_batch: step(micro_batch, *rest)
-        if self._policy.batches.checks(STAGES[phase]):
-            check.look(whole, batch, **self._extent(shape))
+        splitter, checks = self._policy.batches.splitter(STAGES[phase]), self._policy.batches.checks(STAGES[phase])
+        own, likely = self._request(batch, shape), self._policy.splits.loss_rule
+        learn = partial(check.learn, whole, own, likely=likely)
+        if checks:
+            check.look(whole, own, likely=likely)
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
-        micro_batches = self._policy.batches.splitter(STAGES[phase]).micro_batches(
-            batch, sizes, loader=_loader_of(rest)
-        )
-        checks = self._policy.batches.checks(STAGES[phase])
+        micro_batches = splitter.micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
             metrics=self._state.named_metrics,
             state=self._written if checks else None,
             ignored=(),
-            learn=partial(self._learn_more, check, whole, batch, shape, phase),
+            learn=partial(self._learn_more, check, learn, phase),
         )
         outputs = []
         for index, micro_batch in enumerate(micro_batches):
             with results.micro_batch(index):
                 outputs.append(whole(micro_batch))
             results.end_micro_batch()
-        weights = self._weights(check, micro_batches, sizes)
-        if checks and not check.ambiguous >= (
-            names := check.undecided(micro_batches, sizes) | results.undecided(weights)
-        ):
-            check.learn(whole, batch, **self._extent(shape))
-            weights = self._weights(check, micro_batches, sizes)
-            names = check.undecided(micro_batches, sizes) | results.undecided(weights)
-            check.ambiguous |= names
-            self._policy.notices.say_ambiguous(names, phase=phase)
-        if phase == "predict" and check.guesses(outputs, weights):
-            if self._policy.batches.checks(STAGES[phase]):
-                check.learn(whole, batch, **self._extent(shape))
-            check.refuse_guesses(outputs, weights)
-        whole_result = results.finish(outputs, weights)
+
+        def weights() -> MicroBatchWeights:
+            return self._weights(check, micro_batches, sizes)
+
+        def undecided() -> set[str]:
+            return check.undecided(micro_batches, sizes) | results.undecided(weights())
+
+        if checks:
+            learn(is_due=lambda: not check.ambiguous >= undecided())
+            if new := undecided() - check.ambiguous:
+                check.ambiguous |= new
+                self._policy.notices.say_ambiguous(new, phase=phase)
         if phase == "predict":
-            check.refuse_guesses(outputs, weights)  # a rule may not apply to these values
+            if checks:
+                learn(is_due=lambda: bool(check.guesses(outputs, weights())))
+            check.refuse_guesses(outputs, weights())
+        whole_result = results.finish(outputs, weights())
+        if phase == "predict":
+            check.refuse_guesses(outputs, weights())  # a rule may not apply to these values
         return whole_result
 
     def _learn_more(
-        self,
-        check: EvaluationCheck,
-        step: Callable[[Any], Any],
-        batch: Any,
-        shape: BatchShape,
-        phase: str,
-        table: MergeTable,
-        paths: Sequence[str],
+        self, check: EvaluationCheck, learn: Callable[..., None], phase: str, table: MergeTable, paths: Sequence[str]
     ) -> None:
-        """Check a batch whose step gave unknown values, and note those that no rule merges.
-
-        A value is unknown if no check has seen it.
-        """
+        """Check a batch if its step gave values at `paths`, which no check has seen, and note those that no rule merges."""
         if self._policy.batches.checks(STAGES[phase]):
-            check.learn(step, batch, **self._extent(shape))
+            learn(is_due=lambda: not all(map(table.knows, paths)))
             for path in paths:
                 if not table.knows(path):
                     table.reject(path)
@@ -152,8 +148,10 @@ class EvaluationSteps:
             self._encoders[phase] = encoders_of(self._trainer, self._policy, STAGES[phase])
         return self._encoders[phase]
 
-    def _extent(self, shape: BatchShape) -> dict[str, Any]:
-        return {**self._policy.evaluation_sizes.extent(shape), "likely": self._policy.splits.loss_rule}
+    def _request(self, batch: Any, shape: BatchShape) -> Request:
+        sizes = self._policy.evaluation_sizes
+        size = sizes.micro_batch_size(shape)
+        return Request(kwargs=OrderedDict(batch=batch), rows=shape.rows, unit=sizes.unit, micro_batch_size=size)
 
     def _check(self, phase: str, loader: int) -> EvaluationCheck:
         """Return the check of a phase and data loader."""
@@ -164,6 +162,7 @@ class EvaluationSteps:
                 rules=self._policy.batches.of(STAGES[phase]),
                 split=partial(self._policy.batches.splitter(STAGES[phase]).split, loader=loader),
                 predicts=phase == "predict",
+                group=self._group,
             )
         return self._checks[key]
 

@@ -22,11 +22,8 @@ from lightning_unified.step.ranks.consensus import Point
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.sharding.iteration import initialize, reset_iteration
-from lightning_unified.step.sharding.lockstep import (
-    KeptShards,
-    LockstepEvaluation,
-    LockstepOptimization,
-)
+from lightning_unified.step.sharding.kept_shards import KeptShards
+from lightning_unified.step.sharding.lockstep import LockstepEvaluation, LockstepOptimization
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
 from lightning_unified.step.sharding.wrapping import (
@@ -67,7 +64,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
     Args:
         hold: What a rank holds whole during a step. `"parameters"`: whole parameters and gradients, gathered once before the step and
             reduced once after it; each rank splits, checks and repeats its own batch alone. `"shards"`: one block at a time; all ranks
-            run the same number of micro-batches and repeat a batch together, and the exactness check is not offered. `"auto"` chooses
+            run the same number of micro-batches, and check and repeat a batch together. `"auto"` chooses
             `"parameters"` if whole parameters, whole gradients and the rank's shards fit into the budget of every rank.
         optimizer_rollback: Keep a copy of this rank's rows of weights and optimizer state during each optimizer step, to restore if
             memory runs out while it writes: no other rank has these rows.
@@ -230,8 +227,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
     def _evaluation(self, trainer: L.Trainer) -> EvaluationSteps:
         if not isinstance(self._shards, KeptShards):
             return super()._evaluation(trainer)
-        plans = trainer.state.fn == TrainerFn.FITTING and not self.policy.batches.checks("validate")
-        planner = self.first_step if plans else None
+        planner = self.first_step if trainer.state.fn == TrainerFn.FITTING else None
         return LockstepEvaluation(trainer, self.policy, ranks=self.ranks, shards=self._shards, planner=planner)
 
     def _keeps_shards(self, module: nn.Module) -> bool:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.step.sharding.lockstep import KeptShards, inside_root
+from lightning_unified.step.sharding.kept_shards import KeptShards
+from lightning_unified.step.sharding.lockstep import inside_root
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.strategies.ranked import RankedBase

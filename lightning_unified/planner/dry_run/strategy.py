@@ -22,7 +22,7 @@ from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
-from lightning_unified.step.sharding.lockstep import KeptShards
+from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
 

@@ -18,7 +18,8 @@ from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.ranks.consensus import Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
-from lightning_unified.step.sharding.lockstep import KeptShards, split_obstacle
+from lightning_unified.step.sharding.kept_shards import KeptShards
+from lightning_unified.step.sharding.lockstep import split_obstacle
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split import BatchShape
 

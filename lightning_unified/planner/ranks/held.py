@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_unified.cost_model.rates.links import gathered_bytes, reduced_bytes
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.step.sharding.iteration import initialize
-from lightning_unified.step.sharding.lockstep import KeptShards
+from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.wrapping import sharded_roots
 

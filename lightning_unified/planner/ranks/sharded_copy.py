@@ -22,7 +22,7 @@ from lightning_unified.cost_model.rates.links import gathered_bytes
 from lightning_unified.errors import DryRunError
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.ranks.held import held_shards
-from lightning_unified.step.sharding.lockstep import KeptShards
+from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.wrapping import Wrapping, is_sharded, shard
 

@@ -9,8 +9,8 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, restored, shares
-from lightning_unified.step.exactness.trials.judge import Findings
 
 __all__ = ["AgreedRules", "LastAgreement"]
 

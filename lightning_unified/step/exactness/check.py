@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
+from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
 from lightning_unified.step.exactness.facts.bends import LossBends
@@ -28,6 +29,8 @@ from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
+from lightning_unified.step.exactness.findings import Findings
+from lightning_unified.step.exactness.group import Alone, Request
 from lightning_unified.step.exactness.losses import likeliest
 from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.tables import Tables
@@ -54,6 +57,7 @@ class ExactnessCheck:
         step: Runs `training_step` as the loop does.
         fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
         make_room: Is called before each comparison.
+        group: The processes that run each check.
 
     Attributes:
         tables: The merge rules for outputs, logs, metrics and written state.
@@ -69,46 +73,67 @@ class ExactnessCheck:
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
         make_room: Callable[[], None] = lambda: None,
+        group: Alone | None = None,
     ) -> None:
+        self._group = group or Alone()
+
         self._trainer, self._rules, self._splitter, self._make_room = trainer, rules, splitter, make_room
         self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()
-        self._runner = Runner(trainer, step=step)
-        self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
+        self._runner = Runner(trainer, step=step, group=self._group)
+        self._examination = Examination(
+            trainer,
+            self._runner,
+            splitter=splitter,
+            tables=self.tables,
+            fits=self._group.fits(fits),
+            group=self._group,
+        )
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
         self._outside_facts = OutsideFacts(trainer.lightning_module)
         self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
-        self._checked_at: int | None = None
+        self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
+        self._own_checked_at: int | None = None
         self._remembered: dict[str, Any] | None = None
 
-    def verdict(
-        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int, batch_idx: int
-    ) -> Verdict:
-        """Return the verdict for this batch, after a check of the batch if one is due.
+    def verdict(self, own: Request, *, batch_idx: int) -> Verdict:
+        """Return the verdict for a batch, after a check of the batch if one is due.
 
         Args:
-            kwargs: The arguments of `training_step`, the batch first.
-            rows: The number of rows of the batch.
-            unit: The number of rows that a split keeps together.
-            micro_batch_size: The rows of the largest micro-batch.
+            own: The batch.
             batch_idx: The number of the batch in the epoch.
 
         Raises:
             SplitError: If no rule merges the micro-batches' results into the whole batch's: the batch cannot be split exactly.
         """
         self.host_figures.is_wanted = True
-        batch, now = next(iter(kwargs.values())), (self._trainer.current_epoch, batch_idx)
+        now = (self._trainer.current_epoch, batch_idx)
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
-        news = self._profiles.news(self._facts(batch, rows))
-        if self._is_due(news, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size):
-            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+        own = replace(own, facts=self._facts(own.batch, own.rows))
+        if self._checked(own, is_due=lambda: self._is_due(own)):
             # the facts again: the check may have recorded that the step reads counters
-            self._profiles.add(self._facts(batch, rows))
+            self._profiles.add(self._facts(own.batch, own.rows))
         assert self._verdict is not None
         return self._verdict
+
+    def _checked(self, own: Request, *, is_due: Callable[[], bool]) -> bool:
+        """Check the batches of all processes of the group for which a check is due, each once.
+
+        Return whether this process's batch was among them. The facts about a batch that another process asks for are then known here too.
+        """
+        is_done = False
+        while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
+            if not asked.is_checked:
+                self._check(asked)
+            if asked.micro_batches:
+                self._require_all_rows(asked)
+            self._profiles.add(asked.facts)
+            if asked is own:
+                is_done, self._own_checked_at = True, self._batches
+        return is_done
 
     def batch_on_host(self, batch: Any) -> Any:
         """Return the batch as it is on the host, for rules that read a field.
@@ -160,20 +185,11 @@ class ExactnessCheck:
             unmergeable=self._unmergeable,
         )
 
-    def learn_more(
-        self,
-        kwargs: "OrderedDict[str, Any]",
-        table: MergeTable,
-        paths: Sequence[str],
-        *,
-        rows: int,
-        unit: int,
-        micro_batch_size: int,
-    ) -> Verdict:
+    def learn_more(self, own: Request, table: MergeTable, paths: Sequence[str]) -> Verdict:
         """Check a batch whose step gave a result that no check has seen; return the new verdict.
 
         A result that is still unknown after the check is recorded as unmergeable. `table` is the member of `tables` that lacks rules for
-        `paths`; the other arguments are those of `verdict`.
+        `paths`, of which there may be none.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # checks of such batches were undecided
@@ -181,46 +197,36 @@ class ExactnessCheck:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+        self._checked(own, is_due=lambda: not all(map(table.knows, paths)))
         for path in paths:
             if not table.knows(path):
                 table.reject(path)
-        self._verdict = replace(
-            self._verdict, unmergeable=self._unmergeable, left=tuple(sorted(self.tables.written.unmergeable))
-        )
+        if paths:
+            left = tuple(sorted(self.tables.written.unmergeable))
+            self._verdict = replace(self._verdict, unmergeable=self._unmergeable, left=left)
         return self._verdict
 
-    def see_graph(
-        self, kwargs: "OrderedDict[str, Any]", graph: GraphFact, *, rows: int, unit: int, micro_batch_size: int
-    ) -> Verdict:
+    def see_graph(self, own: Request, graph: GraphFact | None) -> Verdict:
         """Check a batch whose loss was computed by other operations than in all batches that were checked.
 
-        Return the verdict. `graph` is that of the batch's first micro-batch; the other arguments are those of `verdict`.
+        Return the verdict. `graph` is that of the batch's first micro-batch, None if that had no loss.
 
         Raises:
             SplitError: If the batch cannot be split exactly.
         """
         assert self._verdict is not None
-        news = self._profiles.news(frozenset({graph}))
-        self._profiles.add(news)
-        if news and self._verdict.conclusive and self._checked_at != self._batches:
-            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+        facts: frozenset[Any] = frozenset() if graph is None else frozenset({graph})
+        if self._verdict.conclusive:
+            is_new = self._own_checked_at != self._batches
+            self._checked(replace(own, facts=facts), is_due=lambda: is_new and bool(self._profiles.news(facts)))
+        self._profiles.add(facts)
         return self._verdict
 
-    def see_bends(
-        self,
-        kwargs: "OrderedDict[str, Any]",
-        bends: LossBends,
-        micro_batches: Sequence[int],
-        *,
-        rows: int,
-        unit: int,
-        micro_batch_size: int,
-    ) -> Verdict:
+    def see_bends(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> Verdict:
         """Check a batch whose loss bends a value in another way than in all batches before it.
 
         Where micro-batches differ, the losses of all rows are compared too: few rows may all lie on one side. Return the verdict.
-        `bends` are those of the batch's micro-batches, `micro_batches` their rows; the other arguments are those of `verdict`.
+        `bends` are those of the batch's micro-batches, `micro_batches` their rows.
 
         Raises:
             SplitError: If the batch cannot be split exactly.
@@ -228,14 +234,11 @@ class ExactnessCheck:
         assert self._verdict is not None
         if not self._verdict.conclusive:
             return self._verdict
-        news = self._profiles.news(bends.facts())
-        self._profiles.add(news)
-        if news and self._checked_at != self._batches:
-            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
-        if news and bends.is_mixed:
-            check = self._new_check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
-            with activity("comparing whole and split rows"):
-                self._examination.require_all_rows(replace(check, micro_batches=micro_batches))
+        facts, is_checked = bends.facts(), self._own_checked_at == self._batches
+        compared = micro_batches if bends.is_mixed else ()
+        own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared)
+        self._checked(own, is_due=lambda: bool(self._profiles.news(facts)))
+        self._profiles.add(facts)
         return self._verdict
 
     @property
@@ -247,9 +250,9 @@ class ExactnessCheck:
     def _unmergeable(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.tables.unmergeable)))
 
-    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, micro_batch_size: int) -> bool:
+    def _is_due(self, own: Request) -> bool:
         number, verdict = self._batches, self._verdict
-        if verdict is None or news:
+        if verdict is None or self._profiles.news(own.facts):
             return True
         if number & (number - 1) == 0 and 4 * (self._checked_at or 0) <= 3 * number:
             return True
@@ -257,10 +260,9 @@ class ExactnessCheck:
             return self._checked_at != number and self._undecided < _RETRIES
         if 0 < self._thin < _THIN and self._checked_at != number:
             return True
-        size = max(micro_batch_size // unit * unit, unit)
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(
-            batch, split_rows(rows, micro_batch_size=size, unit=unit)
-        )
+        size = max(own.micro_batch_size // own.unit * own.unit, own.unit)
+        sizes = split_rows(own.rows, micro_batch_size=size, unit=own.unit)
+        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, sizes)
 
     def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
@@ -272,24 +274,40 @@ class ExactnessCheck:
         micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)
 
-    def _new_check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> Check:
+    def _new_check(self, asked: Request) -> Check:
+        units = max(asked.micro_batch_size // asked.unit, UNITS)
         return Check(
-            kwargs=kwargs,
-            rules=self._agreed.candidates(next(iter(kwargs.values())), rows),
-            rows=rows,
-            unit=unit,
-            micro_batch_size=micro_batch_size,
-            most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
+            kwargs=asked.kwargs,
+            rules=self._agreed.candidates(asked.batch, asked.rows),
+            rows=asked.rows,
+            unit=asked.unit,
+            micro_batch_size=asked.micro_batch_size,
+            most=UNITS if self._checks else units,
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
             since=self._last.since(self._trainer.global_step),
+            micro_batches=asked.micro_batches,
         )
 
-    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
-        check = self._new_check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
+    def _require_all_rows(self, asked: Request) -> None:
+        """Compare the losses of all rows too: few rows may all lie on one side of a bend."""
+        check, refusal = self._new_check(asked), None
+        with activity("comparing whole and split rows"):
+            try:
+                self._examination.require_all_rows(check)
+            except SplitError as error:
+                refusal = error
+        self._group.agreed("no gradients were compared" if refusal is None else refusal, check.rules)
+
+    def _check(self, asked: Request) -> None:
+        check = self._new_check(asked)
         self._make_room()
         with activity("comparing whole and split rows"):
-            found = self._examination.findings(check)
+            try:
+                found: Findings | str | SplitError = self._examination.findings(check)
+            except SplitError as refusal:
+                found = refusal
+        found = self._group.agreed(found, check.rules)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._undecided += 1

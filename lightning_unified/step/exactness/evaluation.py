@@ -14,6 +14,7 @@ fits, or all fitting rules give the same result.
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
+from lightning_unified.step.exactness.group import Alone, Request
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, may_count, shares
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRuns, EvaluationTrial
@@ -49,6 +51,7 @@ class EvaluationCheck:
         rules: The rules that the module declares for its batches in this stage.
         split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
         predicts: Whether the stage predicts. Micro-batches are then weighted by rows only.
+        group: The processes that run each check.
 
     Attributes:
         tables: The merge rules found.
@@ -57,52 +60,59 @@ class EvaluationCheck:
     """
 
     def __init__(
-        self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool
+        self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool, group: Alone
     ) -> None:
         self._module, self._rules, self._predicts = trainer.lightning_module, rules, predicts
-        self._runs = EvaluationRuns(trainer, split)
+        self._group, self._runs = group, EvaluationRuns(trainer, split, group=group)
         self.tables = Tables.of(rules.merge)
         self.rule = LossRule("rows")
         self._profiles = BatchProfiles()
-        self._batches = 0
+        self._batches = self._checked_at = 0
         self._rivals: dict[LossRule, set[str]] = {}  # each with the logs that it weights
         self._refuted: set[LossRule] = set()
         self.ambiguous: set[str] = set()
         self._said: set[str] = set()
 
-    def look(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, micro_batch_size: int, likely: LossRule
-    ) -> None:
+    def look(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule) -> None:
         """Check a batch before it runs in micro-batches, if that is due.
 
         Args:
             step: Runs the stage's step on a batch.
-            batch: The whole batch.
-            rows: The number of rows of the batch.
-            unit: The number of rows that a split keeps together.
-            micro_batch_size: The rows of the largest micro-batch.
+            own: The whole batch.
             likely: The loss rule by which training weights micro-batches.
 
         Raises:
             SplitError: If the step fails on some rows only, or writes state that no rule merges.
         """
         self._batches += 1
-        news = self._profiles.news(facts_of(batch, rows))
-        if news or self._batches & (self._batches - 1) == 0 or not may_count(self.rule, batch):
-            self.learn(step, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size, likely=likely)
-            self._profiles.add(news)
+        own = replace(own, facts=facts_of(own.batch, own.rows))
 
-    def learn(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, micro_batch_size: int, likely: LossRule
-    ) -> None:
-        """Check a batch now; the arguments are those of `look`."""
-        units = min(max(micro_batch_size // unit, _FEWEST), _UNITS, rows // unit)
-        while units >= 2:
-            size = units * unit
-            check = partial(self._checked, step, batch, rows=rows, size=size, unit=unit, likely=likely)
-            if caught(check)[1] is None:
-                return
+        def is_due() -> bool:
+            is_scheduled = self._batches & (self._batches - 1) == 0 and self._checked_at != self._batches
+            return bool(self._profiles.news(own.facts)) or is_scheduled or not may_count(self.rule, own.batch)
+
+        self.learn(step, own, likely=likely, is_due=is_due)
+
+    def learn(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, is_due: Callable[[], bool]) -> None:
+        """Check a batch now if that is due, and those of other processes of the group; the arguments are those of `look`."""
+        is_done = False
+        while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
+            self._check(step, asked, likely)
+            self._profiles.add(asked.facts)
+            self._checked_at = self._batches
+            is_done = is_done or asked is own
+
+    def _check(self, step: Callable[[Any], Any], asked: Request, likely: LossRule) -> None:
+        unit, refusal = asked.unit, None
+        units = min(max(asked.micro_batch_size // unit, _FEWEST), _UNITS, asked.rows // unit)
+        while units >= 2 and refusal is None:
+            try:
+                if caught(partial(self._checked, step, asked, size=units * unit, likely=likely))[1] is None:
+                    break
+            except SplitError as error:
+                refusal = error
             units = units // 2 if units > _FEWEST else units - 1
+        self._group.agreed("gradients are not compared" if refusal is None else refusal, ())
 
     @property
     def draws(self) -> bool:
@@ -159,11 +169,10 @@ class EvaluationCheck:
                 f'MicroBatchRules(merge=MergeRules(outputs={{{path!r}: "{rule}"}})); or use a smaller batch.'
             )
 
-    def _checked(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
-    ) -> None:
-        for trial in self._runs.trials(step, batch, rows=rows, size=size, unit=unit):
-            self._learn(trial, self._weights(batch, rows, likely))
+    def _checked(self, step: Callable[[Any], Any], asked: Request, *, size: int, likely: LossRule) -> None:
+        with self._group.trial():
+            for trial in self._runs.trials(step, asked.batch, rows=asked.rows, size=size, unit=asked.unit):
+                self._learn(trial, self._weights(asked.batch, asked.rows, likely))
 
     def _learn(self, trial: EvaluationTrial, rules: Sequence[LossRule]) -> None:
         """Learn merge rules from one split.

@@ -20,13 +20,14 @@ benchmarks/exactness/splittability.py records the differences of sound modules.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients", "tolerance_in_training"]
 
@@ -169,14 +170,20 @@ class Disagreement:
     parameter: int
 
 
-def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> GradientSample:
+def sample_gradients(
+    parameters: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    joined: Callable[[list[Tensor]], list[Tensor]] = lambda samples: samples,
+) -> GradientSample:
     """Return samples of the parameters' gradients; a parameter without a gradient has zeros.
 
     Args:
-        parameters: The parameters.
+        parameters: The parameters; of a sharded one, this rank's rows are sampled.
         scale: The factor that multiplied the loss.
+        joined: Returns the entries of all ranks, given those of this one.
     """
-    samples = [_sample(parameter) for parameter in parameters]
+    samples = joined([_sample(parameter) for parameter in parameters])
     indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, sample in enumerate(samples):
         indices.setdefault((sample.device, sample.dtype), []).append(index)
@@ -216,13 +223,19 @@ def disagreement(
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
+    stride, gradient = _stride(parameter), parameter.grad
     if gradient is None:
-        entries = -(-parameter.numel() // _stride(parameter))
+        entries = -(-_own(parameter).numel() // stride)
         return torch.zeros(entries * (2 if parameter.is_complex() else 1), device=parameter.device)
-    gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    flat = gradient.reshape(-1)[:: _stride(gradient)]
+    gradient = gradient.detach().to_dense() if gradient.is_sparse else _own(gradient)
+    flat = gradient.reshape(-1)[::stride]
     return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the rows of a sharded tensor that this rank holds, and any other tensor whole."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _stride(tensor: Tensor) -> int:

@@ -35,7 +35,8 @@ class MicroBatchBackward(Strategy):
         assert self.lightning_module is not None
         self.policy.caches.sample()
         self.pre_backward(loss)
-        scaled = self.precision_plugin.pre_backward(loss, self.lightning_module)
+        # no hook sees the loss of a micro-batch without loss terms
+        scaled = loss if share == 0 else self.precision_plugin.pre_backward(loss, self.lightning_module)
         alone = _writes_gradients(self.lightning_module)
         if share is not None and not alone:
             scaled = _Share.apply(scaled, share)

@@ -17,8 +17,9 @@ from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
+from lightning_unified.step.exactness.group import Alone, Request
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
+from lightning_unified.step.exactness.verdict import batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
@@ -58,6 +59,7 @@ class CheckedSplitter:
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._fits = fits
         self._moves_by_hook = _moves_by_hook(trainer)
+        self._group = Alone()
         self.check = self._new_check()
 
     def batch_moved(self, host: Any, moved: Any) -> None:
@@ -68,6 +70,11 @@ class CheckedSplitter:
         if not self._moves_by_hook:
             self.check.host_figures.note(host, moved)
 
+    def check_together(self, group: Alone) -> None:
+        """Let the processes of a group run each check together, from the first batch on."""
+        self._group = group
+        self.check = self._new_check()
+
     def forget_check(self) -> None:
         """Drop all findings of the exactness check, where a check may have compared garbage."""
         self.check = self._new_check()
@@ -75,7 +82,13 @@ class CheckedSplitter:
     def _new_check(self) -> ExactnessCheck:
         rules, splitter = self._rules, self.splitter
         return ExactnessCheck(
-            self._trainer, rules=rules, splitter=splitter, step=self._step, fits=self._fits, make_room=self._make_room
+            self._trainer,
+            rules=rules,
+            splitter=splitter,
+            step=self._step,
+            fits=self._fits,
+            make_room=self._make_room,
+            group=self._group,
         )
 
     def _make_room(self) -> None:
@@ -141,6 +154,7 @@ class CheckedSplitter:
             see_graph=partial(self._see_graph, kwargs, shape),
             see_bends=partial(self._see_bends, kwargs, shape, rows),
             is_checked=self._is_checked,
+            skips_backward=self._group.has_whole_parameters,
         )
 
     def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:
@@ -157,30 +171,31 @@ class CheckedSplitter:
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
         """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""
         if self._is_checked:
-            self._policy.splits.record(
-                self.check.verdict(kwargs, **self._policy.sizes.extent(shape), batch_idx=batch_idx)
-            )
+            self._policy.splits.record(self.check.verdict(self._request(kwargs, shape), batch_idx=batch_idx))
+
+    def _request(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape) -> Request:
+        sizes = self._policy.sizes
+        return Request(kwargs=kwargs, rows=shape.rows, unit=sizes.unit, micro_batch_size=sizes.micro_batch_size(shape))
 
     def _learn_more(
         self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
     ) -> None:
-        """Check a batch whose step returned or logged an unknown value, before its update.
+        """Check a batch whose step returned or logged values at paths that no check has seen, before its update.
 
-        A value is unknown if no check has seen it.
+        Without such paths, another process of the group may have some.
         """
         if self._is_checked:
-            verdict: Verdict = self.check.learn_more(kwargs, table, paths, **self._policy.sizes.extent(shape))
-            self._policy.splits.record(verdict)
+            self._policy.splits.record(self.check.learn_more(self._request(kwargs, shape), table, paths))
 
-    def _see_graph(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, graph: GraphFact) -> None:
+    def _see_graph(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, graph: GraphFact | None) -> None:
         """Check a batch whose loss was computed in a new way, before its update."""
-        self._policy.splits.record(self.check.see_graph(kwargs, graph, **self._policy.sizes.extent(shape)))
+        self._policy.splits.record(self.check.see_graph(self._request(kwargs, shape), graph))
 
     def _see_bends(
         self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: Sequence[int], bends: LossBends
     ) -> None:
         """Check a batch whose micro-batches lie on other sides of the loss's bends, before its update."""
-        self._policy.splits.record(self.check.see_bends(kwargs, bends, rows, **self._policy.sizes.extent(shape)))
+        self._policy.splits.record(self.check.see_bends(self._request(kwargs, shape), bends, rows))
 
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
         """Return the number of loss terms of a batch, for the mean over a window's terms.

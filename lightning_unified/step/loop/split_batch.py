@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.nn.cuda_graphs import no_new_recordings
 from lightning_unified.step.exactness.facts.bends import LossBends
-from lightning_unified.step.exactness.facts.graph import GraphFact
+from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_results import SplitResults
@@ -63,9 +63,11 @@ class SplitBatch:
         parameters: The module's parameters. A step that computes gradients of its own must not change those of earlier
             micro-batches.
         outside: Notes what the steps write outside the module.
-        see_graph: Gets the graph of the first micro-batch's loss, when the state from before the batch is restored.
+        see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
+        skips_backward: Whether a micro-batch without a loss term has no backward pass. Ranks that hold shards run it, with gradients of
+            zero, because the other ranks need this one for theirs.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class SplitBatch:
         merging: SplitResults,
         parameters: Sequence[Tensor],
         outside: OutsideWrites,
-        see_graph: Callable[[GraphFact], None],
+        see_graph: Callable[[GraphFact | None], None],
         see_bends: Callable[[LossBends], None],
         is_checked: bool,
+        skips_backward: bool,
     ) -> None:
-        self.count = len(steps)
+        self.count, self._skips_backward = len(steps), skips_backward
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._outside, self._is_checked = outside, is_checked
@@ -97,7 +100,7 @@ class SplitBatch:
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
 
-        A micro-batch without a loss term has no loss, and so no backward pass.
+        A micro-batch without a loss term has no loss, and no gradient.
 
         Args:
             index: The number of the micro-batch.
@@ -108,14 +111,18 @@ class SplitBatch:
             SplitError: If the step changes gradients of earlier batches.
         """
         with self._merging.micro_batch(index), self._gradients_aside(index, in_window=in_window):
-            if index == 1 and self._graph is not None:
+            if index == 1 and self._is_checked:
                 self._see_graph(self._graph)
             with self._outside.micro_batch(index):
                 output = self._steps[index]()
         self._note(index, output.closure_loss)
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
-            output.closure_loss = output.loss = None
+            output.loss = None
+            if self._skips_backward or output.closure_loss is None:
+                output.closure_loss = None
+            else:
+                stop_gradients(output.closure_loss)
         return output
 
     def _note(self, index: int, loss: Tensor | None) -> None:

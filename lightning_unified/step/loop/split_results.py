@@ -36,7 +36,8 @@ class SplitResults:
         state: The watch over state that the step may write; None where nothing is checked, so that no rule can be
             known.
         ignored: Prefixes of paths that the user allows a split batch to write once a micro-batch.
-        learn: `learn(table, paths)` checks the batch, because its step gave values at paths that `table` lacks.
+        learn: `learn(table, paths)` checks the batch if its step gave values at `paths`, which `table` lacks. It is called without paths
+            too: another process of the group may have some.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class SplitResults:
         if self._is_settled:
             return
         self._is_settled = True
-        if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
-            self._learn(self._tables.logs, new)
+        new = [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]
+        self._learn(self._tables.logs, new)
         self._metrics.finish(weights)
         if self._written is not None:
             self._written.finish(weights)
@@ -105,8 +106,7 @@ class SplitResults:
     def finish(self, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
         """Return the whole batch's output, write its logs, and merge metrics."""
         tables = self._tables
-        if new := unknown_paths(tables.outputs, values):
-            self._learn(tables.outputs, new)
+        self._learn(tables.outputs, list(unknown_paths(tables.outputs, values)))
         self.settle(weights)
         self._flush(weights, by_steps=False)
 

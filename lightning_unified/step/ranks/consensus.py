@@ -43,6 +43,7 @@ class Point(IntEnum):
     UPDATE = 13
     MICRO_BATCHES = 14
     SAVING = 15
+    CHECK = 16
 
 
 class Outcome(IntEnum):
@@ -136,7 +137,7 @@ class Ranks:
             dist.all_reduce(self._table, group=self._group)
             words = [self._word(rank) for rank in range(self.size)]
             if any(word.outcome is not Outcome.WELL for word in words):
-                words = [self._word(rank, said) for rank, said in enumerate(self._gathered(text))]
+                words = [self._word(rank, said) for rank, said in enumerate(self.gathered(text))]
         if outcome is not Outcome.FAILED:
             self._raise_if_over(words)
         return words
@@ -148,8 +149,14 @@ class Ranks:
     def exchange(self, point: Point, value: Any) -> list[Any]:
         """Meet, and return the `value` of each rank. It is pickled, so use it for rare values."""
         self.meet(point)
+        return self.gathered(value)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank, after a meeting of all ranks. It is pickled."""
+        values: list[Any] = [None] * self.size
         with self.losses_named():
-            return self._gathered(value)
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def broadcast_object(self, value: Any, *, source: int) -> Any:
         """Return the `value` of rank `source` on every rank."""
@@ -200,11 +207,6 @@ class Ranks:
         return Word(
             rank=rank, point=point, outcome=Outcome(outcome), digest=digest, terms=terms, absent=absent, text=text
         )
-
-    def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def _raise_if_over(self, words: list[Word]) -> None:
         failed = [word for word in words if word.outcome is Outcome.FAILED]

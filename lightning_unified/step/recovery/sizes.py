@@ -197,10 +197,6 @@ class MicroBatchSize:
             return shape.rows
         return max(self.micro_batches(BatchShape(rows=self._units(shape) * self.unit, elements=shape.elements)))
 
-    def extent(self, shape: BatchShape) -> dict[str, int]:
-        """Return the rows of such a batch, its unit and its micro-batch size, by name."""
-        return {"rows": shape.rows, "unit": self.unit, "micro_batch_size": self.micro_batch_size(shape)}
-
     def smallest(self, shape: BatchShape) -> int:
         """Return the smallest micro-batch size of such a batch."""
         rows = self._units(shape) * self.unit

@@ -146,7 +146,7 @@ class WrittenOverMicroBatches:
     Args:
         watch: Records the state that the step may write; used for nothing else.
         table: The rules, by path.
-        learn: `learn(table, paths)` checks the batch, because its step wrote at paths that no check has seen.
+        learn: `learn(table, paths)` checks the batch if its step wrote at `paths`, which no check has seen.
         ignored: Prefixes of paths to leave alone.
     """
 
@@ -183,11 +183,12 @@ class WrittenOverMicroBatches:
         """Take back the writes that some rule merges, for `finish` to merge them; the others stay."""
         changes = list(changes)
         new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
-        if new and len(self._writes) == 1:
-            for one in changes:
+        if len(self._writes) == 1:
+            back = changes if new else [one for one in changes if self._merges(one)]
+            for one in back:
                 _put_back(one)
             self._learn(self._table, [one.path for one in new])
-            for one in changes:
+            for one in back:
                 if not self._merges(one):
                     one.put(one.after)
             return

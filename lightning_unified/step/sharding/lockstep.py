@@ -4,6 +4,7 @@ FSDP2 gathers each block before its forward and its backward pass, and reduces i
 collectives, and no rank may fail alone in it:
 
     MICRO_BATCHES  ranks agree on the number of micro-batches: that of the rank that needs the most
+    CHECK          ranks run exactness checks together, each on the batch of the rank that asks for it (`checks`)
     GATHER         a vote before each collective, when its buffers are allocated: a rank that ran out of memory votes once,
                    and all leave the step
     GRADIENTS      a vote at the end of the passes, as for ranks that run alone
@@ -15,7 +16,7 @@ compares the collective that each rank is about to run. If these differ, because
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,62 +26,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError, RankError, SplitError
+from lightning_unified.errors import ConfigurationError, RankError
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.policy.memory_policy import STAGES
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
-from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.sizes import MicroBatchSize
-from lightning_unified.step.sharding.iteration import VotedCollectives, reset_iteration, set_collectives
+from lightning_unified.step.sharding.checks import ShardedChecks
+from lightning_unified.step.sharding.kept_shards import KeptShards, refuse_other_collectives
 from lightning_unified.step.sharding.update import ShardedUpdate
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["KeptShards", "LockstepEvaluation", "LockstepOptimization", "inside_root", "split_obstacle"]
-
-
-class KeptShards(Replicas):
-    """A sharded module whose blocks are gathered one at a time.
-
-    FSDP2 has reduced the gradients when the passes end.
-
-    Attributes:
-        collectives: The collectives of all blocks, which vote during a step.
-    """
-
-    strategy = "unified_fsdp"
-
-    def __init__(self, module: nn.Module, roots: Sequence[FSDPModule], ranks: Ranks) -> None:
-        super().__init__(module, ranks)
-        self._roots = list(roots)
-        self.collectives = VotedCollectives(ranks)
-        set_collectives(self._roots, self.collectives)
-
-    def leave(self, *, failed: bool) -> None:
-        """Free gathered parameters after the passes of a batch.
-
-        After passes that `failed`, reset FSDP2's state as well.
-        """
-        self.collectives.vote = None
-        if failed:
-            reset_iteration(self._roots, reshards=True)
-        for root in self._roots:
-            root.reshard()
-
-    @override
-    def absent(self) -> int:
-        return 0
-
-    @override
-    def fill(self, absent: int) -> None:
-        """Do nothing: FSDP2 reduces the same parameters on all ranks."""
-
-    @override
-    def average_gradients(self, absent: int) -> None:
-        """Do nothing: FSDP2 has averaged the gradients."""
+__all__ = ["LockstepEvaluation", "LockstepOptimization", "inside_root", "split_obstacle"]
 
 
 class LockstepOptimization(ShardedUpdate):
@@ -102,6 +62,12 @@ class LockstepOptimization(ShardedUpdate):
             trainer, policy, ranks=ranks, replicas=shards, broadcast_buffers=broadcast_buffers, planner=planner
         )
         self._shards = shards
+        self._batches.check_together(
+            ShardedChecks(ranks, shards, device=trainer.strategy.root_device, meet=self._meet_for_check)
+        )
+
+    def _meet_for_check(self, digest: int) -> list[Word]:
+        return self._meet(Point.CHECK, then=self._next, digest=digest)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
@@ -148,6 +114,8 @@ class LockstepEvaluation(EvaluationSteps):
     ) -> None:
         super().__init__(trainer, policy, planner=planner)
         self._ranks, self._shards, self._distributed_policy = ranks, shards, policy
+        self._heard: list[str] = []
+        self._group = ShardedChecks(ranks, shards, device=trainer.strategy.root_device, meet=self._meet)
 
     @override
     def _attempt(
@@ -156,31 +124,36 @@ class LockstepEvaluation(EvaluationSteps):
         with self._ranks.reporting_errors():
             if agree_on_num_micro_batches(self._ranks, self._policy.evaluation_sizes, shape) > 1:
                 _refuse_split(self._trainer, self._distributed_policy, STAGES[phase])
-            heard: list[str] = []
-
-            def meet(**figures: Any) -> list[Word]:
-                words = self._ranks.meet(Point.GATHER, **figures)
-                if short := [word for word in words if word.outcome is not Outcome.WELL]:
-                    heard.append(f"rank {short[0].rank} ran out of memory: {short[0].text}")
-                    raise MemoryError(heard[0])
-                return words
-
-            def vote(collective: str) -> None:
-                refuse_other_collectives(meet(digest=zlib.crc32(collective.encode())))
+            self._heard = []
 
             def all_run() -> Any:
                 output = super(LockstepEvaluation, self)._attempt(step, batch, rest, shape=shape, phase=phase)
-                meet()
+                self._meet()
                 return output
 
-            self._shards.collectives.vote = vote
+            self._shards.collectives.vote = self._vote
             output, reason = caught(all_run)
-            if reason is not None and not heard:
+            if reason is not None and not self._heard:
                 self._ranks.meet(Point.GATHER, Outcome.SHORT, text=reason)
             self._shards.leave(failed=reason is not None)
         if reason is not None:
             raise MemoryError(reason)
         return output
+
+    def _meet(self, digest: int = 0) -> list[Word]:
+        """Meet the other ranks within an attempt.
+
+        Raises:
+            MemoryError: If one of them ran out of memory.
+        """
+        words = self._ranks.meet(Point.GATHER, digest=digest)
+        if short := [word for word in words if word.outcome is not Outcome.WELL]:
+            self._heard.append(f"rank {short[0].rank} ran out of memory: {short[0].text}")
+            raise MemoryError(self._heard[0])
+        return words
+
+    def _vote(self, collective: str) -> None:
+        refuse_other_collectives(self._meet(zlib.crc32(collective.encode())))
 
 
 def agree_on_num_micro_batches(ranks: Ranks, sizes: MicroBatchSize, shape: BatchShape | None) -> int:
@@ -205,23 +178,8 @@ def agree_on_num_micro_batches(ranks: Ranks, sizes: MicroBatchSize, shape: Batch
     return num_micro_batches
 
 
-def refuse_other_collectives(words: Sequence[Word]) -> None:
-    """Raise `RankError` if ranks are about to run different collectives."""
-    if len({word.digest for word in words if word.outcome is Outcome.WELL}) > 1:
-        raise RankError(
-            "the ranks came to different collectives of the sharded module, because their steps take different paths (a layer or a loss "
-            'that only some ranks have in this batch). Let every rank run the same layers, or give hold="parameters".'
-        )
-
-
-def split_obstacle(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> SplitError | ConfigurationError | None:
+def split_obstacle(trainer: L.Trainer, policy: DistributedPolicy, stage: str) -> ConfigurationError | None:
     """Return why batches of a stage cannot be split in lockstep, as an error; None if they can."""
-    if policy.batches.checks(stage):
-        return SplitError(
-            'hold="shards" cannot check that a batch splits exactly, because each rank would run other passes than the others. Give '
-            'check_split=False if the loss is a mean over rows (or scored labels, or as MicroBatchRules say), hold="parameters", or batches '
-            "that need no split."
-        )
     if encoders_of(trainer, policy, stage) is not None:
         return ConfigurationError(
             'hold="shards" cannot run encoders in chunks (MicroBatchRules(encoders=…)): the number of passes would differ between ranks; give '

@@ -49,7 +49,7 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
         "split": {"micro_batch_size": 2, "recompute": True, "predict": False},
         "failing": {"predict": False},
     }.get(name, {})
-    strategy = UnifiedFSDPStrategy(hold=hold, compile="blocks", check_split=hold == "parameters", **options)
+    strategy = UnifiedFSDPStrategy(hold=hold, compile="blocks", **options)
     events = [Fails("backward")] if name == "failing" else []
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=graphs)):
         fit = trained(strategy, *events, ranks=2, rank=local_rank(), kind=Latest, max_epochs=1)
@@ -59,7 +59,7 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
 
 def by_user(hold: Any) -> dict[str, Any]:
     for_certain()
-    strategy = UnifiedFSDPStrategy(hold=hold, check_split=hold == "parameters")
+    strategy = UnifiedFSDPStrategy(hold=hold)
     fit = trained(strategy, ranks=2, rank=local_rank(), kind=CompiledByUser, max_epochs=1)
     return {**fit, "plan": strategy.plan}
 

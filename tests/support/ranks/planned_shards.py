@@ -92,15 +92,14 @@ def needed(hold: Hold, kind: type[Rows] = Rows) -> dict[tuple[int, int | str], P
 def planned(hold: Hold, whole: int, half: int) -> dict[str, Any]:
     """Return fits in which ranks have memory for a batch, for a recomputed one, or one rank for half of one."""
     for_certain()
-    unchecked = {"hold": hold, "check_split": hold == "parameters"}
     return {
         "enough": _planned(GIB, hold=hold),
         "recomputed": _planned(whole, hold=hold),
-        "one is short": _planned((GIB, half)[rank()], HoldsHalf(), **unchecked),
-        "unplanned": _planned(GIB, HoldsHalf(), predict=False, **unchecked),
+        "one is short": _planned((GIB, half)[rank()], HoldsHalf(), hold=hold),
+        "unplanned": _planned(GIB, HoldsHalf(), predict=False, hold=hold),
         "shards itself": _planned(GIB, kind=ShardsItself, hold=hold),
         "shards its way": _planned(GIB, kind=ShardsItsWay, hold=hold),
-        "validates": _planned(GIB, kind=Deep, fit=SETTINGS["clipped windows"], **unchecked),
+        "validates": _planned(GIB, kind=Deep, fit=SETTINGS["clipped windows"], hold=hold),
         "refused": _refused(hold),
     }
 

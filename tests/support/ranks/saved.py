@@ -15,7 +15,7 @@ from lightning_unified.step.sharding import rows, saving
 from tests.support.ranks.modules import TEXT
 from tests.support.ranks.sharded import Fails, local_rank, trained
 
-HOLDS = {"parameters": {"hold": "parameters"}, "shards": {"hold": "shards", "check_split": False}}
+HOLDS = {"parameters": {"hold": "parameters"}, "shards": {"hold": "shards"}}
 
 
 def run_checkpoint(folder: str, *, every: int = 4) -> RunCheckpoint:

@@ -146,14 +146,12 @@ def alone(name: str, **options: Any) -> dict[str, Any]:
 STEP = {"max_epochs": 1, "gradient_clip_val": 0.05, "tests": True}
 
 
-def recovered(
-    *phases: str, hold: Any = "auto", rollback: bool = True, checks: bool = True
-) -> dict[str, dict[str, Any]]:
+def recovered(*phases: str, hold: Any = "auto", rollback: bool = True) -> dict[str, dict[str, Any]]:
     """Return fits in which the second rank runs out of memory once, and their undisturbed twins."""
     fits: dict[str, dict[str, Any]] = {}
     for phase in phases:
         event = {"undisturbed": [], "smaller": [ShrinksAt(2)]}.get(phase, [Fails(phase)])
-        strategy = UnifiedFSDPStrategy(hold=hold, optimizer_rollback=rollback, check_split=checks)
+        strategy = UnifiedFSDPStrategy(hold=hold, optimizer_rollback=rollback)
         fits[phase] = trained(strategy, *event, ranks=2, rank=local_rank(), module={"drop": 0.3}, **STEP)
     return fits
 
@@ -214,7 +212,6 @@ def refusals() -> dict[str, str]:
         "16-mixed": {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
         "LBFGS": {"kind": Quasi},
         "partly sharded": {"kind": Partly},
-        "checked split": {"strategy": {"hold": "shards", "micro_batch_size": 2}},
     }
     return {name: _refusal(**options) for name, options in cases.items()}
 
@@ -232,7 +229,7 @@ def without_copies() -> Any:
 
 
 def recovered_shards(*phases: str) -> dict[str, dict[str, Any]]:
-    return recovered(*phases, hold="shards", checks=False)
+    return recovered(*phases, hold="shards")
 
 
 class Forks(Deep):

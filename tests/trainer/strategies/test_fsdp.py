@@ -75,7 +75,7 @@ def test_ranks_train_as_one_process_on_their_joined_batches(name, size, rows):
     ],
 )
 def test_ranks_that_hold_shards_train_as_one_process(name, size, rows):
-    arguments = {"hold": "shards", "micro_batch_size": rows, "check_split": False}
+    arguments = {"hold": "shards", "micro_batch_size": rows}
     for fits in on_ranks(sharded.run, size, name, arguments, size=size):
         assert_alike(fits, alone(name))
 
@@ -158,7 +158,6 @@ def test_what_cannot_be_trained_sharded_is_refused_by_name():
         assert 'cannot train with precision="16-mixed"' in refused["16-mixed"]
         assert "cannot run LBFGS" in refused["LBFGS"]
         assert "leaves embed.weight whole" in refused["partly sharded"]
-        assert 'hold="shards" cannot check that a batch splits exactly' in refused["checked split"]
 
 
 def test_a_module_that_shards_itself_is_left_as_it_is():

@@ -1,11 +1,13 @@
 """The operations near the loss, as a fact: a term of the loss that is switched on shows there."""
 
+import zlib
 from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["GraphFact", "graph_fact", "graph_near"]
+__all__ = ["GraphFact", "graph_fact", "graph_near", "stop_gradients"]
 
 GraphFact = tuple[str, str, int]
 
@@ -15,7 +17,7 @@ _NODES = 64  # judgement: terms are added near the loss, and reading so many nod
 def graph_fact(loss: Tensor) -> GraphFact:
     """Return a fact about the 64 nodes of autograd's graph that are nearest to a loss.
 
-    It holds their names and their connections, but no values or shapes. So it is the same for batches of other sizes.
+    It holds their names and their connections, but no values or shapes. So it is the same for batches of other sizes, and in other processes.
     """
     return graph_near(loss)[0]
 
@@ -36,4 +38,17 @@ def graph_near(loss: Tensor) -> tuple[GraphFact, list[Any]]:
                 waiting.append(before)
         nodes.append(node)
         found.append((node.name(), tuple(numbers[before] for before in following)))
-    return ("the loss", "graph", hash(tuple(found))), nodes
+    return ("the loss", "graph", zlib.crc32(repr(found).encode())), nodes
+
+
+def stop_gradients(loss: Tensor) -> None:
+    """Let the backward pass of a loss without terms run with gradients of zero.
+
+    Such a loss may be 0 / 0, whose gradient is not finite even where it is multiplied by zero. The division is near the loss.
+    """
+    for node in graph_near(loss)[1]:
+        node.register_hook(_zeros)
+
+
+def _zeros(into: tuple[Tensor | None, ...], _out_of: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in into)

@@ -6,8 +6,9 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.errors import SplitError, UndoError
+from lightning_unified.errors import RankError, SplitError, UndoError
 from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
+from lightning_unified.step.exactness.group import Alone
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
@@ -42,13 +43,14 @@ class EvaluationRuns:
     Args:
         trainer: The Trainer that evaluates.
         split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
+        group: The processes that run the step.
 
     Attributes:
         has_drawn: Whether a step has drawn random numbers.
     """
 
-    def __init__(self, trainer: L.Trainer, split: Callable[..., Any]) -> None:
-        self._trainer, self._split = trainer, split
+    def __init__(self, trainer: L.Trainer, split: Callable[..., Any], *, group: Alone) -> None:
+        self._trainer, self._split, self._group = trainer, split, group
         self.has_drawn = False
 
     def trials(
@@ -89,7 +91,7 @@ class EvaluationRuns:
         try:
             return self._run(step, batch, draws)
         except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, UndoError) or rows == of:
+            if is_out_of_memory(error) or isinstance(error, (UndoError, RankError)) or rows == of:
                 raise
             stage = self._trainer.state.stage
             phase = "validation" if stage is None or stage.dataloader_prefix == "val" else stage.value
@@ -106,6 +108,8 @@ class EvaluationRuns:
         """
         try:
             self._run(step, batch, RecordDraws())
+        except RankError:
+            raise
         except Exception as error:
             return None if is_out_of_memory(error) else error
         return None
@@ -113,6 +117,6 @@ class EvaluationRuns:
     def _run(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode) -> Results:
         own = copied(batch)
         with aside(self._trainer, self._trainer._results, draws) as gather:
-            with draws:
+            with self._group.passes(), draws:
                 returned = step(own)
             return gather(returned)

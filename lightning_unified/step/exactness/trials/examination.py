@@ -13,13 +13,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
+from lightning_unified.step.exactness.findings import Findings
+from lightning_unified.step.exactness.group import Alone
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.all_rows import rules_of_all_rows
 from lightning_unified.step.exactness.trials.comparison import Trial
 from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
-from lightning_unified.step.exactness.trials.judge import Findings, Judge
+from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.step.split import BatchSplitter, split_rows
@@ -90,6 +92,7 @@ class Examination:
         splitter: Splits batches.
         tables: The merge rules, which the trials extend.
         fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
+        group: The processes that run the trials.
     """
 
     def __init__(
@@ -100,8 +103,9 @@ class Examination:
         splitter: BatchSplitter,
         tables: Tables,
         fits: Callable[[int], bool | None],
+        group: Alone,
     ) -> None:
-        self._trainer, self._runner = trainer, runner
+        self._trainer, self._runner, self._group = trainer, runner, group
         self._splitter, self._tables, self._fits = splitter, tables, fits
         self._largest: int | None = None
 
@@ -129,7 +133,7 @@ class Examination:
             found = self._of_more(check, units, self._largest or most) or found
         if found is None:
             found = self._recomputed(check, units)
-        if found is None and self._trainer.strategy.root_device.type != "cpu":
+        if found is None and self._group.has_whole_parameters and self._trainer.strategy.root_device.type != "cpu":
             log.warning(_ON_CPU, units * check.unit)
             try:
                 found = self._on_host(check, units)
@@ -173,9 +177,10 @@ class Examination:
         parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
         compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, rules)
         try:
-            return compared()
+            with self._group.trial():
+                return compared()
         except SplitError:
-            if may_be_wrong(device):
+            if self._decides_on_host:
                 with suppress(Exception), on_host(self._trainer):
                     return compared()
             raise
@@ -198,6 +203,11 @@ class Examination:
             units //= 2
         return self._sound(check, units) if units > few else None
 
+    @property
+    def _decides_on_host(self) -> bool:
+        """Whether the CPU repeats a refusal of the device."""
+        return self._group.has_whole_parameters and may_be_wrong(self._trainer.strategy.root_device)
+
     def _predicted_to_fit(self, units: int, unit: int) -> int:
         while units > 2 and self._fits(self._wider * units * unit) is False:
             units = max(units // 2, 2)
@@ -219,7 +229,7 @@ class Examination:
         try:
             return self._tried(check, units)
         except SplitError:
-            if not may_be_wrong(self._trainer.strategy.root_device):
+            if not self._decides_on_host:
                 raise
             # the refusal stands, unless the rows agree on the CPU
             with suppress(Exception):
@@ -258,10 +268,11 @@ class Examination:
             is_quiet=not self._runner.draws_in_eval,
         )
         try:
-            found = judge.findings(trial, check.rules, since=check.since)
-            if isinstance(found, str) or not check.is_first:
-                return found
-            return self._confirmed(check, judge, trial, found)
+            with self._group.trial():
+                found = judge.findings(trial, check.rules, since=check.since)
+                if isinstance(found, str) or not check.is_first:
+                    return found
+                return self._confirmed(check, judge, trial, found)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,9 +1,9 @@
 """One trial: run rows whole and in micro-batches, and compare every result."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
@@ -14,44 +14,10 @@ from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
 from lightning_unified.step.results.written import differing
 
-__all__ = ["Findings", "Judge"]
+__all__ = ["Judge"]
 
 _MARGIN = 1.5  # judgement: whole and split runs round independently, and the worst of many parameters varies
 _DRAWN = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """The findings of one trial.
-
-    Args:
-        agreeing: The loss rules under which the gradients agree, in the order of the candidates.
-        rejected: The names of the loss rules under which the gradients differ.
-        rows: The number of rows that ran.
-        difference: The relative difference of the gradients under the first rule.
-        noise: A note on random draws; empty if there is none.
-        is_thin: Whether a single micro-batch had a gradient other than zero. Losses divided by a count of the batch, such as of its
-            positives, then look like sums.
-    """
-
-    agreeing: Sequence[LossRule]
-    rejected: set[str]
-    rows: int
-    difference: float
-    noise: str
-    is_thin: bool = False
-
-    def joined(self, other: "Findings") -> "Findings":
-        """Return these findings combined with those of a later trial of the agreeing rules."""
-        names = {rule.name for rule in self.agreeing}
-        return replace(
-            self,
-            agreeing=[rule for rule in other.agreeing if rule.name in names] or other.agreeing,
-            rejected=self.rejected | other.rejected,
-            difference=max(self.difference, other.difference),
-            noise=other.noise or self.noise,
-            is_thin=self.is_thin and other.is_thin,
-        )
 
 
 class Judge:

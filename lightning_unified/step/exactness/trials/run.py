@@ -13,12 +13,13 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_unified.errors import SplitError
+from lightning_unified.errors import RankError, SplitError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
+from lightning_unified.step.exactness.group import Alone
 from lightning_unified.step.exactness.trials.refusals import refusal_of_updates
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
 from lightning_unified.step.recovery.oom import is_out_of_memory
@@ -49,6 +50,7 @@ class Runner:
     Args:
         trainer: The Trainer, in `fit`.
         step: Runs `training_step` as the loop does.
+        group: The processes that run the step.
 
     Attributes:
         module: The module whose step runs.
@@ -57,8 +59,10 @@ class Runner:
         counters: The counters of the run's progress that the step reads.
     """
 
-    def __init__(self, trainer: L.Trainer, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult]) -> None:
-        self._trainer, self._step = trainer, step
+    def __init__(
+        self, trainer: L.Trainer, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult], group: Alone
+    ) -> None:
+        self._trainer, self._step, self._group = trainer, step, group
         self.module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
@@ -93,10 +97,10 @@ class Runner:
         with self._precise(), aside(self._trainer, results, draws, in_eval=in_eval, state=self._state) as gather:
             parameters = parameters_of_step(self._trainer)
             scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
-            with torch.enable_grad():
+            with self._group.passes(), torch.enable_grad():
                 result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
             self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
-            gradient = sample_gradients(self._sampled, scale=scale)
+            gradient = sample_gradients(self._sampled, scale=scale, joined=self._group.joined)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(result.extra)))
 
     def _differentiated(
@@ -138,7 +142,7 @@ class Runner:
             constant.enter_context(equal_host_draws(self.module))
             constant.enter_context(ConstantDraws())
         undone = Undone(self._trainer, in_eval=draws_or_mixes, state=self._state)
-        with self._precise(), undone, constant, torch.no_grad():
+        with self._precise(), undone, constant, self._group.passes(), torch.no_grad():
             loss = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own})).closure_loss
         return None if loss is None else loss.detach()
 
@@ -149,11 +153,14 @@ class Runner:
         """
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
-        with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():
-            try:
+        undone = Undone(self._trainer, in_eval=is_batch_norm)
+        try:
+            with undone, self._group.passes(), torch.no_grad():
                 self._step(OrderedDict(kwargs, **{key: own}))
-            except Exception as error:
-                return None if is_out_of_memory(error) else error
+        except RankError:
+            raise
+        except Exception as error:
+            return None if is_out_of_memory(error) else error
         return None
 
     def name_of(self, index: int) -> str:

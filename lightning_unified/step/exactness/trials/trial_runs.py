@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_unified.errors import SplitError, UndoError
+from lightning_unified.errors import RankError, SplitError, UndoError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, Order, RecordDraws, ReplayDraws
@@ -150,7 +150,7 @@ class TrialRuns:
             try:
                 runs.append(self._runner.run(trial.kwargs, batch, mode))
             except Exception as error:
-                if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError)):
+                if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                     raise
                 raise self._failure(error, f"{size} of {trial.rows}") from error
         return SplitRuns(sizes=sizes, batches=batches, runs=runs)
@@ -160,7 +160,7 @@ class TrialRuns:
         try:
             return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws)
         except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError)):
+            if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                 raise
             if runner.leaves_out_autocast:  # the module may need autocast
                 runner.keeps_autocast = True

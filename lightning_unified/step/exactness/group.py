@@ -1,0 +1,93 @@
+"""The processes that run a check: one alone, or ranks that run each check together."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.findings import Findings
+from lightning_unified.step.exactness.losses import LossRule
+
+__all__ = ["Alone", "Request"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A batch to check.
+
+    Args:
+        kwargs: The arguments of `training_step`, the batch first.
+        rows: The number of rows of the batch.
+        unit: The number of rows that a split keeps together.
+        micro_batch_size: The rows of the largest micro-batch.
+        facts: The facts about the batch for which the check is due.
+        is_checked: Whether gradients of some rows of the batch are compared already.
+        micro_batches: The rows of each micro-batch in training, if the losses of all rows are to be compared too.
+    """
+
+    kwargs: "OrderedDict[str, Any]"
+    rows: int
+    unit: int
+    micro_batch_size: int
+    facts: frozenset[Any] = frozenset()
+    is_checked: bool = False
+    micro_batches: Sequence[int] = ()
+
+    @property
+    def batch(self) -> Any:
+        """The whole batch."""
+        return next(iter(self.kwargs.values()))
+
+
+class Alone:
+    """A process that checks its own batches, and has whole parameters to check them with.
+
+    Ranks that hold shards cannot run a pass alone. `step.sharding.checks` has their group.
+    """
+
+    has_whole_parameters = True
+
+    def next(self, own: Request, *, asks: bool) -> Request | None:
+        """Return the next batch to check; None if there is none.
+
+        All processes of a group call it at the same points of a step.
+
+        Args:
+            own: This process's batch.
+            asks: Whether a check of `own` is due.
+        """
+        return own if asks else None
+
+    def agreed(self, found: Findings | str | SplitError, rules: Sequence[LossRule]) -> Findings | str:  # noqa: ARG002
+        """Return the findings of all processes together, or why they are undecided.
+
+        Args:
+            found: The findings of this process, or why they are undecided, or its refusal.
+            rules: The rules of the check.
+
+        Raises:
+            SplitError: If one of the processes refuses.
+        """
+        if isinstance(found, SplitError):
+            raise found
+        return found
+
+    def fits(self, fits: Callable[[int], bool | None]) -> Callable[[int], bool | None]:
+        """Return the function that tells whether rows are predicted to fit, for all processes; `fits` is this one's."""
+        return fits
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Run the step inside the block as all processes do; if memory runs out in one, it does in all."""
+        return nullcontext()
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Run the passes of a step inside the block, and leave the module as it is between steps."""
+        return nullcontext()
+
+    def joined(self, samples: list[Tensor]) -> list[Tensor]:
+        """Return the entries of each parameter's gradient that all processes have, given those of this process."""
+        return samples

@@ -1,0 +1,69 @@
+"""Ranks that hold shards check together that their batches split exactly."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support.ranks import sharded_checks
+from tests.support.ranks.processes import on_ranks
+
+
+@cache
+def several():
+    return on_ranks(
+        sharded_checks.several,
+        ("scored", 1),
+        ("scored", 8),
+        ("contrastive", 1),
+        ("contrastive", 8),
+        ("contrastive at times", 1),
+        ("logs at times", 1),
+        ("sealed", 1),
+        ("contrastive validation", 2),
+    )
+
+
+def test_a_batch_split_after_a_check_trains_as_a_whole_one():
+    for split, whole, *_ in several():
+        assert (split["checks"] > 0, whole["checks"]) == (True, 0)
+        torch.testing.assert_close(split["weights"], whole["weights"], rtol=0, atol=1e-10)
+        assert split["seen"] == whole["seen"]
+        assert split["metrics"] == pytest.approx(whole["metrics"], abs=1e-10)
+        assert split["rows seen"] == whole["rows seen"] == 22
+
+
+def test_all_ranks_refuse_a_module_that_compares_rows():
+    for _, _, refused, whole, *_ in several():
+        assert "Contrastive cannot be split exactly" in refused["refused"]
+        assert "refused" not in whole
+
+
+def test_all_ranks_check_the_batch_with_which_one_of_them_meets_a_new_term():
+    for _, _, _, _, refused, *_ in several():
+        assert "ContrastiveAtTimes cannot be split exactly" in refused["refused"]
+
+
+def test_a_log_of_one_rank_alone_is_checked_by_all():
+    first, second = several()
+
+    assert first[5]["seen"][2] == 0
+    assert second[5]["seen"][2] > 0
+    assert first[5]["checks"] == second[5]["checks"]
+
+
+def test_a_batch_that_cannot_be_sent_is_refused_by_name():
+    for *_, refused, _ in several():
+        assert 'hold="shards" cannot send a batch to the other ranks' in refused["refused"]
+
+
+def test_all_ranks_refuse_a_validation_that_fails_on_few_rows():
+    for *_, refused in several():
+        assert "too few rows to compare" in refused["refused"]
+
+
+def test_all_ranks_check_fewer_rows_if_one_lacks_memory_for_more():
+    first, second = on_ranks(sharded_checks.short_of_memory)
+
+    assert first["checks"] == second["checks"] > 0
+    assert torch.equal(first["weights"], second["weights"])
