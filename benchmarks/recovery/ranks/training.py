@@ -266,7 +266,7 @@ def fit(case: Case, folder: Path, *, rank: int, ranks: int, strikes: bool) -> di
     module = Net(case, rank, ranks).double()
     strategy: Any = "auto"
     if ranks > 1:
-        strategy = UnifiedFSDPStrategy(hold=case.hold, micro_batch_size=case.micro, check_split=case.hold != "shards")  # type: ignore[arg-type]
+        strategy = UnifiedFSDPStrategy(hold=case.hold, micro_batch_size=case.micro)  # type: ignore[arg-type]
     last = folder / "last.ckpt"
     callbacks: list[Any] = [Strikes(case, folder)] if strikes else []
     if ranks > 1:

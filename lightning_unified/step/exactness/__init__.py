@@ -21,12 +21,13 @@ One check sees only a sample of the data, so checks repeat: at split batches 1, 
 | module | subject |
 |---|---|
 | check | the schedule in training, and the outcome |
+| group | the processes that run a check: one alone, or all ranks |
 | agreement | the loss rules that agreed in checks so far |
 | evaluation | the check of validation, test and predict steps |
 | trials | one trial: whole and split runs, and the comparison of all results |
 | rows | the rows of a check, and their split |
 | gradients | whether two gradients agree up to rounding |
-| losses, verdict | candidate loss rules, the shares they give, and the verdict |
+| losses, findings, verdict | candidate loss rules, the shares they give, what a trial found, and the verdict |
 | tables | the merge rules of one stage |
 | draws | random draws, recorded and replayed, or made equal |
 | facts | facts about a batch, its module and the run's progress |

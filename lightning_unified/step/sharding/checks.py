@@ -4,7 +4,7 @@ A pass of a sharded module needs all ranks. So the rank that asks for a check se
 it. FSDP2 averages their gradients, which are those of this batch, and leaves each rank its rows of them. The ranks exchange samples of
 these rows, so that all compare the same numbers and come to the same decisions.
 
-    CHECK    does a rank ask for a check? The lowest one that does sends its batch
+    CHECK    does a rank ask for a check? One that does sends its batch; those that ask take turns
     GATHER   a vote before each collective, and before samples are exchanged: if one rank runs out of memory, all repeat the trial on
              fewer rows
     CHECK    the findings of all ranks: if one refuses, all do
@@ -52,7 +52,7 @@ class ShardedChecks(Alone):
         self, ranks: Ranks, shards: KeptShards, *, device: torch.device, meet: Callable[[int], list[Word]]
     ) -> None:
         self._ranks, self._shards, self._device, self._meet = ranks, shards, device, meet
-        self._generators = GeneratorWatch(device)
+        self._generators, self._served = GeneratorWatch(device), 0
         self._heard: list[str] = []
 
     @override
@@ -60,8 +60,9 @@ class ShardedChecks(Alone):
         asking = [word.rank for word in self._meet(int(asks)) if word.digest]
         if not asking:
             return None
-        is_own = asking[0] == self._ranks.rank
-        sent = self._ranks.broadcast_object(_packed(own) if is_own else None, source=asking[0])
+        source, self._served = asking[self._served % len(asking)], self._served + 1  # not always the first rank's batch
+        is_own = source == self._ranks.rank
+        sent = self._ranks.broadcast_object(_packed(own) if is_own else None, source=source)
         if isinstance(sent, str):
             raise SplitError(sent)
         request = own if is_own else _unpacked(sent, own, self._device)
