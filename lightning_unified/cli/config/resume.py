@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,15 +272,25 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
                 f"{run.checkpoint} holds Python objects beside tensors and plain data, which may run code when they are read; add {FLAG} if the "
                 "run is your own."
             ) from error
-        others = sorted(path.name for path in run.checkpoint.parent.glob("*.ckpt") if path != run.checkpoint)
+        others = _readable_beside(run)
         which = f"copy {others[0]}" if len(others) == 1 else f"copy one of {', '.join(others)}"
-        rest = f"{which} over it" if others else "the run cannot be continued"
+        rest = f"{which} over it" if others else "no other checkpoint beside it can be read, so the run cannot be continued"
         raise CheckpointError(f"{run.checkpoint} cannot be read ({_reason(error)}); {rest}.") from error
     if 0 <= max_steps <= done:
         raise ConfigurationError(
             f"resume={run.directory}: that run has already done its {done} steps; add trainer.max_steps={2 * done} to go on."
         )
     return done
+
+
+def _readable_beside(run: SavedRun) -> list[str]:
+    """Return the names of the run's other checkpoints that can be read."""
+    names: list[str] = []
+    for path in sorted(run.checkpoint.parent.glob("*.ckpt")):
+        with suppress(Exception):  # damaged files raise almost any class
+            if path != run.checkpoint and step_of(path, weights_only=not run.trusted) >= 0:
+                names.append(path.name)
+    return names
 
 
 def _reason(error: Exception) -> str:

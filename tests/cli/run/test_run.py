@@ -109,6 +109,10 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(command, 
     assert "last.ckpt cannot be read" in broken.err
     assert "copy best.ckpt over it" in broken.err
 
+    (tmp_path / "parts/checkpoints/best.ckpt").write_bytes(b"no checkpoint either")
+    lost = command("resume=parts", "trainer.max_steps=9")
+    assert "no other checkpoint beside it can be read" in lost.err
+
 
 @pytest.mark.slow
 def test_a_sweep_names_its_runs_and_goes_on_past_a_failing_one(command, tiny, tmp_path):
