@@ -58,7 +58,7 @@ def alone(*, keeps: bool = False) -> dict[str, Any]:
 def chunked(hold: str, kind: type[Llama], micro_batch_size: Any, keeps: bool) -> dict[str, Any]:
     """Return this rank's fit, with the loss in chunks of 8 rows."""
     strategy: Any = UnifiedFSDPStrategy(
-        hold=hold, loss_chunk=8, micro_batch_size=micro_batch_size, check_split=False, budget="6GiB", predict=False
+        hold=hold, loss_chunk=8, micro_batch_size=micro_batch_size, budget="6GiB", predict=False
     )
     return _found(trained(strategy, ranks=2, rank=local_rank(), kind=kind, module={"keeps": keeps}, **SETTING))
 
