@@ -39,7 +39,6 @@ from lightning_unified.strategies.ranked import check_start
 from lightning_unified.strategies.shardable import (
     bytes_of_whole,
     copy_from_first,
-    refuse_in_lockstep,
     refuse_module,
     refuse_optimizers,
     refuse_placements,
@@ -118,8 +117,6 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
                 f"save_distributed_checkpoint={save_distributed_checkpoint!r}: give true or false."
             )
         options = options_among(locals())
-        if hold == "shards":
-            refuse_in_lockstep(options)
         self._use(DistributedPolicy(options, BudgetWatch(budget)))
         self._hold = hold
         self._saves_folders = save_distributed_checkpoint
@@ -190,8 +187,6 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         initialize(roots)
         with self.ranks.reporting_errors():
             keeps = self._keeps_shards(module)
-            if keeps:
-                refuse_in_lockstep(self.policy.options)
             self._shards = (KeptShards if keeps else WholeShards)(module, roots, self.ranks)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

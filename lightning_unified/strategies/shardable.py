@@ -11,26 +11,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.options import MemoryOptions
 from lightning_unified.step.ranks.consensus import Point, Ranks
 
 __all__ = [
     "bytes_of_whole",
     "copy_from_first",
-    "refuse_in_lockstep",
     "refuse_module",
     "refuse_optimizers",
     "refuse_placements",
 ]
-
-
-def refuse_in_lockstep(options: MemoryOptions) -> None:
-    """Raise `ConfigurationError` for options that ranks which hold shards do not offer."""
-    if options.window_mean == "terms":
-        raise ConfigurationError(
-            'hold="shards" cannot count loss terms (window_mean="terms"): gradients are averaged before a window\'s terms are known; give '
-            'hold="parameters" or window_mean="batches".'
-        )
 
 
 def bytes_of_whole(module: nn.Module, *, ranks: int) -> int:

@@ -274,7 +274,11 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
             ) from error
         others = _readable_beside(run)
         which = f"copy {others[0]}" if len(others) == 1 else f"copy one of {', '.join(others)}"
-        rest = f"{which} over it" if others else "no other checkpoint beside it can be read, so the run cannot be continued"
+        rest = (
+            f"{which} over it"
+            if others
+            else "no other checkpoint beside it can be read, so the run cannot be continued"
+        )
         raise CheckpointError(f"{run.checkpoint} cannot be read ({_reason(error)}); {rest}.") from error
     if 0 <= max_steps <= done:
         raise ConfigurationError(

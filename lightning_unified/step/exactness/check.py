@@ -119,6 +119,11 @@ class ExactnessCheck:
         assert self._verdict is not None
         return self._verdict
 
+    def attend(self, own: Request) -> Verdict | None:
+        """Take part in the checks of other processes of the group, with a batch of which no check is due; return the verdict so far."""
+        self._checked(own, is_due=lambda: False)
+        return self._verdict
+
     def _checked(self, own: Request, *, is_due: Callable[[], bool]) -> bool:
         """Check the batches of all processes of the group for which a check is due, each once.
 

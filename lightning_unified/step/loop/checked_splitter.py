@@ -210,15 +210,23 @@ class CheckedSplitter:
                 f'window_mean="terms" needs the number of loss terms of a batch, and the rules of {type(self._trainer.lightning_module).__name__} '
                 '(loss_is_sum=True) do not say it: give loss_weight as well, or leave window_mean="batches".'
             )
+        if self._is_checked and self._encoders is None and rules.splittable and not is_declared:
+            self._find_rule(kwargs, shape, batch_idx=batch_idx)
         if shape is None and not is_declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        may_split = self._encoders is None and rules.splittable and not is_declared
-        may_split = may_split and rows >= 2 * self._policy.sizes.unit and self.splitter.refusal(batch, rows) is None
-        if shape is not None and may_split:
-            self._require_exact(kwargs, shape, batch_idx=batch_idx)
         rule = replace(self._policy.splits.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
+
+    def _find_rule(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
+        """Find the loss rule of a batch that may run whole; a batch without two units says nothing of it."""
+        batch, least = next(iter(kwargs.values())), 2 * self._policy.sizes.unit
+        if shape is not None and shape.rows >= least and self.splitter.refusal(batch, shape.rows) is None:
+            self._require_exact(kwargs, shape, batch_idx=batch_idx)
+            return
+        found = self.check.attend(Request(kwargs=kwargs, rows=1, unit=1, micro_batch_size=1))
+        if found is not None:
+            self._policy.splits.record(found)
 
 
 def _moves_by_hook(trainer: L.Trainer) -> bool:

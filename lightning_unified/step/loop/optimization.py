@@ -92,8 +92,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         super().on_load_checkpoint(state_dict)
         self._policy.sizing.load(state_dict.get("sizes"))
         self._batches.check.load_state_dict(state_dict.get("check"))
-        if self._window is not None:
-            self._window.load_state_dict(state_dict.get("window") or [])
+        if self._window is not None and (window := state_dict.get("window")) is not None:
+            self._window.load_state_dict(window)
 
     def batch_moved(self, host: Any, moved: Any) -> None:
         """Let the exactness check read a batch on the host, before its transfer to the device."""

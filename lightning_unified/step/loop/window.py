@@ -1,6 +1,7 @@
 """Accumulation windows with a gradient that is the mean over all their loss terms."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +16,30 @@ class WindowTerms:
     as one with many. The last window of an epoch may be shorter, and is divided by too much (Lightning issues 19987,
     20350). Here each batch's gradient counts by its terms, in units of the first batch's terms, so that scaled losses
     stay in their range. The window's sum is divided once by all its terms, before anything clips or writes.
+
+    Attributes:
+        unit: The terms in whose units batches count, if ranks have agreed on that number; None for those of the first batch.
     """
 
     def __init__(self) -> None:
         self._before: list[float] = []
         self._now = 0.0
+        self.unit: float | None = None
 
     def begin(self, terms: float, *, opens: bool) -> None:
         """Begin a batch of `terms` loss terms, or begin it again; `opens` if it opens its window."""
         if opens:
-            self._before = []
+            self._before, self.unit = [], None
         self._now = terms
 
     def done(self) -> None:
         """Record that the batch is in the window's gradient."""
         self._before.append(self._now)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the batch is the first of its window."""
+        return not self._before
 
     @property
     def factor(self) -> float:
@@ -61,14 +71,16 @@ class WindowTerms:
             with torch.no_grad():
                 torch._foreach_mul_(gradients, self._unit / total)  # pyright: ignore[reportPrivateImportUsage]
 
-    def state_dict(self) -> list[float]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state of a run that stops within a window."""
-        return list(self._before)
+        return {"terms": list(self._before), "unit": self.unit}
 
-    def load_state_dict(self, state: list[float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
-        self._before = list(state)
+        self._before, self.unit = list(state["terms"]), state["unit"]
 
     @property
     def _unit(self) -> float:
+        if self.unit is not None:
+            return self.unit
         return next((terms for terms in (*self._before, self._now) if terms), 1.0)

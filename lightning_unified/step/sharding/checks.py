@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from lightning_unified.step.exactness.group import Alone, Request
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.recovery.generators import GeneratorWatch
-from lightning_unified.step.recovery.oom import is_out_of_memory
+from lightning_unified.step.recovery.oom import caught, is_out_of_memory
 from lightning_unified.step.sharding.kept_shards import KeptShards, refuse_other_collectives
 
 __all__ = ["ShardedChecks"]
@@ -65,8 +66,10 @@ class ShardedChecks(Alone):
         sent = self._ranks.broadcast_object(_packed(own) if is_own else None, source=source)
         if isinstance(sent, str):
             raise SplitError(sent)
-        request = own if is_own else _unpacked(sent, own, self._device)
-        self._meet(0)  # a rank may have no memory for the batch
+        request, reason = (own, None) if is_own else caught(partial(_unpacked, sent, own, self._device))
+        words = self._ranks.meet(Point.CHECK, Outcome.SHORT if reason else Outcome.WELL, text=reason or "")
+        if short := [word for word in words if word.outcome is not Outcome.WELL]:
+            raise MemoryError(f"rank {short[0].rank} has no memory for a batch to check: {short[0].text}")
         return request
 
     @override

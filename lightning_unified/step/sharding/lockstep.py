@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_unified.errors import ConfigurationError, RankError
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.evaluation import EvaluationSteps
+from lightning_unified.step.exactness.facts.graph import stop_gradients
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.policy.memory_policy import STAGES
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
@@ -68,6 +69,26 @@ class LockstepOptimization(ShardedUpdate):
 
     def _meet_for_check(self, digest: int) -> list[Word]:
         return self._meet(Point.CHECK, then=self._next, digest=digest)
+
+    @override
+    def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
+        super()._plan_and_count(kwargs, shape, batch_idx=batch_idx)
+        window = self._window
+        if (
+            window is not None and window.is_new
+        ):  # FSDP2 averages gradients before they are divided, so all ranks need one unit
+            words = self._meet(Point.CHECK, then=self._next, terms=window.terms)
+            window.unit = max(word.terms for word in words) or 1.0
+
+    @override
+    def has_terms(self) -> bool:
+        return True  # every rank runs every backward pass
+
+    @override
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+        if not super().has_terms():
+            stop_gradients(loss)
+        return super().backward_micro_batch(loss, optimizer, share=share, first=first)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:

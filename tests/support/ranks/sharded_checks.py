@@ -45,6 +45,16 @@ class Dropping(Scored):
         super().__init__(drop=0.3, **options)
 
 
+class Unscored(Scored):
+    """Has batches without a scored label on the first rank."""
+
+    def _loader(self):
+        loader = super()._loader()
+        for row in loader.dataset[4:8] if self.part[0] == 0 else ():
+            row["labels"][:] = -100
+        return loader
+
+
 class Contrastive(Deep):
     def loss(self, batch):
         rows = self(batch["tokens"]).mean(1)
@@ -138,6 +148,23 @@ def run(name: str, rows: Any = 1, **arguments: Any) -> dict[str, Any]:
 
 def several(*runs: tuple[str, Any]) -> list[dict[str, Any]]:
     return [run(name, rows) for name, rows in runs]
+
+
+def windows_by_terms(*rows: Any) -> list[list[torch.Tensor]]:
+    """Return the weights after windows of two batches, for each micro-batch size, with each kind of rank."""
+    return [
+        [
+            trained(
+                UnifiedFSDPStrategy(hold=hold, micro_batch_size=size, window_mean="terms"),
+                ranks=2,
+                rank=local_rank(),
+                kind=Unscored,
+                **{**SETTINGS["clipped windows"], "module": {"rows": 40}},
+            )["weights"]
+            for hold in ("parameters", "shards")
+        ]
+        for size in rows
+    ]
 
 
 def short_of_memory() -> dict[str, Any]:

@@ -187,11 +187,6 @@ def test_it_can_be_sent_to_a_process_that_is_spawned():
     assert pickle.loads(pickle.dumps(strategy)).policy.sizes.max_micro_batch_size == 3
 
 
-def test_loss_terms_of_a_window_are_refused_with_shards():
-    with pytest.raises(ConfigurationError, match="cannot count loss terms"):
-        UnifiedFSDPStrategy(hold="shards", window_mean="terms")
-
-
 def test_a_hold_that_is_none_is_refused():
     with pytest.raises(ConfigurationError, match="hold='all': give"):
         UnifiedFSDPStrategy(hold="all")

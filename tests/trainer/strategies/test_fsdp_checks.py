@@ -62,6 +62,14 @@ def test_all_ranks_refuse_a_validation_that_fails_on_few_rows():
         assert "too few rows to compare" in refused["refused"]
 
 
+def test_windows_by_terms_train_as_with_whole_parameters():
+    for sizes in on_ranks(sharded_checks.windows_by_terms, "auto", 1):
+        reference = sizes[0][0]
+        assert reference.isfinite().all()
+        for weights in (one for size in sizes for one in size):
+            torch.testing.assert_close(weights, reference, rtol=0, atol=1e-10)
+
+
 def test_all_ranks_check_fewer_rows_if_one_lacks_memory_for_more():
     first, second = on_ranks(sharded_checks.short_of_memory)
 
