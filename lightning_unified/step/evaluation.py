@@ -135,7 +135,10 @@ class EvaluationSteps:
     def _learn_more(
         self, check: EvaluationCheck, learn: Callable[..., None], phase: str, table: MergeTable, paths: Sequence[str]
     ) -> None:
-        """Check a batch if its step gave values at `paths`, which no check has seen, and note those that no rule merges."""
+        """Check a batch if its step gave values at `paths`, which no check has seen.
+
+        Note those that no rule merges.
+        """
         if self._policy.batches.checks(STAGES[phase]):
             learn(is_due=lambda: not all(map(table.knows, paths)))
             for path in paths:

@@ -120,7 +120,10 @@ class ExactnessCheck:
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
-        """Take part in the checks of other processes of the group, with a batch of which no check is due; return the verdict so far."""
+        """Take part in the checks of other processes of the group; return the verdict so far.
+
+        No check of this process's batch is due.
+        """
         self._checked(own, is_due=lambda: False)
         return self._verdict
 

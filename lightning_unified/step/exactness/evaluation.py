@@ -94,7 +94,10 @@ class EvaluationCheck:
         self.learn(step, own, likely=likely, is_due=is_due)
 
     def learn(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, is_due: Callable[[], bool]) -> None:
-        """Check a batch now if that is due, and those of other processes of the group; the arguments are those of `look`."""
+        """Check a batch now if that is due, and those of other processes of the group.
+
+        The arguments are those of `look`; `is_due` returns whether a check of this process's batch is due.
+        """
         is_done = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
             self._check(step, asked, likely)

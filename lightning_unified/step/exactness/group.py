@@ -77,7 +77,10 @@ class Alone:
         return found
 
     def fits(self, fits: Callable[[int], bool | None]) -> Callable[[int], bool | None]:
-        """Return the function that tells whether rows are predicted to fit, for all processes; `fits` is this one's."""
+        """Return the function that tells whether rows are predicted to fit for all processes.
+
+        `fits` tells it for this one.
+        """
         return fits
 
     def trial(self) -> AbstractContextManager[None]:
