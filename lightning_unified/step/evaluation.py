@@ -133,16 +133,22 @@ class EvaluationSteps:
         return whole_result
 
     def _learn_more(
-        self, check: EvaluationCheck, learn: Callable[..., None], phase: str, table: MergeTable, paths: Sequence[str]
+        self,
+        check: EvaluationCheck,
+        learn: Callable[..., None],
+        phase: str,
+        table: MergeTable,
+        paths: Sequence[str],
+        decides: Callable[[str], bool],
     ) -> None:
-        """Check a batch if its step gave values at `paths`, which no check has seen.
+        """Check a batch if its step gave values at `paths` for which the rules of `table` do not decide.
 
         Note those that no rule merges.
         """
         if self._policy.batches.checks(STAGES[phase]):
-            learn(is_due=lambda: not all(map(table.knows, paths)))
+            learn(is_due=lambda: bool(paths))
             for path in paths:
-                if not table.knows(path):
+                if not decides(path):
                     table.reject(path)
         self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
 

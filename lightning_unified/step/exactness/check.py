@@ -193,11 +193,13 @@ class ExactnessCheck:
             unmergeable=self._unmergeable,
         )
 
-    def learn_more(self, own: Request, table: MergeTable, paths: Sequence[str]) -> Verdict:
+    def learn_more(
+        self, own: Request, table: MergeTable, paths: Sequence[str], decides: Callable[[str], bool]
+    ) -> Verdict:
         """Check a batch whose step gave a result that no check has seen; return the new verdict.
 
-        A result that is still unknown after the check is recorded as unmergeable. `table` is the member of `tables` that lacks rules for
-        `paths`, of which there may be none.
+        A result for which the rules do not decide after the check is recorded as unmergeable. `table` is the member of `tables` whose rules
+        do not decide for `paths`, of which there may be none.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # checks of such batches were undecided
@@ -205,9 +207,9 @@ class ExactnessCheck:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._checked(own, is_due=lambda: not all(map(table.knows, paths)))
+        self._checked(own, is_due=lambda: bool(paths))
         for path in paths:
-            if not table.knows(path):
+            if not decides(path):
                 table.reject(path)
         if paths:
             left = tuple(sorted(self.tables.written.unmergeable))

@@ -178,14 +178,19 @@ class CheckedSplitter:
         return Request(kwargs=kwargs, rows=shape.rows, unit=sizes.unit, micro_batch_size=sizes.micro_batch_size(shape))
 
     def _learn_more(
-        self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        shape: BatchShape,
+        table: MergeTable,
+        paths: Sequence[str],
+        decides: Callable[[str], bool],
     ) -> None:
-        """Check a batch whose step returned or logged values at paths that no check has seen, before its update.
+        """Check a batch whose step gave values at paths for which the rules of `table` do not decide, before its update.
 
         Without such paths, another process of the group may have some.
         """
         if self._is_checked:
-            self._policy.splits.record(self.check.learn_more(self._request(kwargs, shape), table, paths))
+            self._policy.splits.record(self.check.learn_more(self._request(kwargs, shape), table, paths, decides))
 
     def _see_graph(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, graph: GraphFact | None) -> None:
         """Check a batch whose loss was computed in a new way, before its update."""

@@ -19,7 +19,7 @@ from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches
-from lightning_unified.step.results.trees import merge_tree, unknown_paths
+from lightning_unified.step.results.trees import merge_tree, undecided_paths
 from lightning_unified.step.results.written import WrittenOverMicroBatches
 from lightning_unified.step.undo import StateWatch
 
@@ -36,8 +36,8 @@ class SplitResults:
         state: The watch over state that the step may write; None where nothing is checked, so that no rule can be
             known.
         ignored: Prefixes of paths that the user allows a split batch to write once a micro-batch.
-        learn: `learn(table, paths)` checks the batch if its step gave values at `paths`, which `table` lacks. It is called without paths
-            too: another process of the group may have some.
+        learn: `learn(table, paths, decides)` checks the batch if the rules of `table` do not tell how the values at `paths` merge;
+            `decides(path)` tells whether they do. It is called without paths too: another process of the group may have some.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SplitResults:
         metrics: Mapping[str, Metric],
         state: StateWatch | None,
         ignored: tuple[str, ...],
-        learn: Callable[[MergeTable, Sequence[str]], None],
+        learn: Callable[[MergeTable, Sequence[str], Callable[[str], bool]], None],
     ) -> None:
         self._tables, self._results, self._learn, self._state = tables, results, learn, state
         self._ignored = ignored
@@ -88,8 +88,12 @@ class SplitResults:
         if self._is_settled:
             return
         self._is_settled = True
-        new = [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]
-        self._learn(self._tables.logs, new)
+        calls = {path_of_log(key): call for key, call in self._logs.logged.items() if _is_value_of_step(key, call)}
+
+        def decides(path: str) -> bool:
+            return self._decides(path, calls[path], weights)
+
+        self._learn(self._tables.logs, [path for path in calls if not decides(path)], decides)
         self._metrics.finish(weights)
         if self._written is not None:
             self._written.finish(weights)
@@ -106,7 +110,11 @@ class SplitResults:
     def finish(self, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
         """Return the whole batch's output, write its logs, and merge metrics."""
         tables = self._tables
-        self._learn(tables.outputs, list(unknown_paths(tables.outputs, values)))
+
+        def decides(path: str) -> bool:
+            return path not in undecided_paths(tables.outputs, values, weights)
+
+        self._learn(tables.outputs, undecided_paths(tables.outputs, values, weights), decides)
         self.settle(weights)
         self._flush(weights, by_steps=False)
 
@@ -122,10 +130,12 @@ class SplitResults:
             path for path, call in calls if _differ(_weights_that_fit(self._tables, path, *_weights_of(call, weights)))
         }
 
-    def _is_new(self, key: LogKey, call: Logged) -> bool:
-        """Return whether the step itself logged a value that no check has seen."""
-        is_value = isinstance(call.values[0], Tensor)
-        return is_value and key[0].endswith("_step") and not self._tables.logs.knows(path_of_log(key))
+    def _decides(self, path: str, call: Logged, weights: MicroBatchWeights) -> bool:
+        """Return whether the rules tell how a logged value merges."""
+        tables, declared = self._tables.logs, _declared(call)
+        if declared in tables.all_rules(path):
+            return True  # `reduce_fx` decides between rules that fit so far
+        return tables.decides(path, call.values, _weights_of(call, weights)[0])
 
     def _whole_log(self, key: LogKey, call: Logged, weights: MicroBatchWeights) -> tuple[Any, Any]:
         """Return a logged value of the whole batch, and its `batch_size`."""
@@ -161,6 +171,11 @@ class SplitResults:
         except SplitError:
             tables.logs.reject(path)
         return _as_reduced(call, values, by_size or weights)
+
+
+def _is_value_of_step(key: LogKey, call: Logged) -> bool:
+    """Return whether the step itself logged the value; hooks and metrics log others."""
+    return isinstance(call.values[0], Tensor) and key[0].endswith("_step")
 
 
 def _weights_of(call: Logged, weights: MicroBatchWeights) -> tuple[MicroBatchWeights, MicroBatchWeights | None]:

@@ -107,6 +107,11 @@ def _total(values: Sequence[Any]) -> Any:
 _SMALL = 4096  # entries
 
 
+def _rounding(value: Any) -> float:
+    """Return the relative rounding of results that two rules compute."""
+    return 1e-2 if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else 1e-5
+
+
 def fitting(values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
     """Return the names of the rules that merge the micro-batches' values into the whole's.
 
@@ -311,6 +316,29 @@ class MergeTable:
     def knows(self, path: str) -> bool:
         """Return whether `path` has a given rule, or a check has seen its values."""
         return path in self.given or path in self._fits
+
+    def decides(self, path: str, values: Sequence[Any], weights: MicroBatchWeights) -> bool:
+        """Return whether `path` is known, and all rules that are left for it give one result for these values.
+
+        They may not: a count that was 0 in all checks fits a mean, a sum and an equal value. The two means count as one here, because
+        their weights tell where they differ.
+        """
+        if path in self.given or path not in self._fits:
+            return path in self.given
+        rules = [rule for rule in _ORDER if rule in self._fits[path]]
+        if len(rules) < 2 or set(rules) <= {"mean", "mean of rows"}:
+            return True
+        if "equal" in rules:
+            if not all(same(value, values[0]) for value in values[1:]):
+                return False
+            rules = ["equal", *(rule for rule in rules if rule == "sum" or rule in CONCATENATIONS)]
+        elif "mean" in rules and "mean of rows" in rules:
+            rules.remove("mean of rows")
+        try:
+            first, *others = [merged(rule, values, weights) for rule in rules]
+        except SplitError:
+            return False
+        return all(same(other, first, tolerance=_rounding(first)) for other in others)
 
     def rule(self, path: str) -> Rule | None:
         """Return the rule for `path`; None where none fits or no check has seen it."""

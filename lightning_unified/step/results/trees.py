@@ -7,7 +7,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined, with_entries
 
-__all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
+__all__ = ["all_values", "learn_tree", "merge_tree", "undecided_paths"]
 
 
 def learn_tree(
@@ -68,9 +68,9 @@ def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iter
         yield from all_values(table, column, joined(path, name))
 
 
-def unknown_paths(table: MergeTable, values: Sequence[Any]) -> list[str]:
-    """Return the paths in nested values that no check has seen."""
-    return [path for path, _ in all_values(table, values) if not table.knows(path)]
+def undecided_paths(table: MergeTable, values: Sequence[Any], weights: MicroBatchWeights) -> list[str]:
+    """Return the paths in nested values that no check has seen, or for which checks left rules with other results."""
+    return [path for path, each in all_values(table, values) if not table.decides(path, each, weights)]
 
 
 def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:

@@ -21,7 +21,7 @@ differently, such as a time.
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,8 @@ class WrittenOverMicroBatches:
     Args:
         watch: Records the state that the step may write; used for nothing else.
         table: The rules, by path.
-        learn: `learn(table, paths)` checks the batch if its step wrote at `paths`, which no check has seen.
+        learn: `learn(table, paths, decides)` checks the batch if its step wrote at `paths` and checks so far do not tell how that merges;
+            `decides(path)` returns whether they do.
         ignored: Prefixes of paths to leave alone.
     """
 
@@ -154,7 +155,7 @@ class WrittenOverMicroBatches:
         self,
         watch: StateWatch,
         table: MergeTable,
-        learn: Callable[[MergeTable, Sequence[str]], None],
+        learn: Callable[[MergeTable, Sequence[str], Callable[[str], bool]], None],
         *,
         ignored: tuple[str, ...] = (),
     ) -> None:
@@ -187,7 +188,7 @@ class WrittenOverMicroBatches:
             back = changes if new else [one for one in changes if self._merges(one)]
             for one in back:
                 _put_back(one)
-            self._learn(self._table, [one.path for one in new])
+            self._learn(self._table, [one.path for one in new], self._table.knows)
             for one in back:
                 if not self._merges(one):
                     one.put(one.after)
@@ -213,25 +214,50 @@ class WrittenOverMicroBatches:
     def finish(self, weights: MicroBatchWeights) -> None:
         """Write the whole batch's values.
 
+        Where micro-batches wrote different values although checked batches had equal ones, such as a count that was always 0, the batch is
+        checked first.
+
         Raises:
-            SplitError: If micro-batches wrote different values where checked batches had equal ones.
+            SplitError: If no rule merges the values after that check.
         """
-        for path in dict.fromkeys(path for writes in self._writes for path in writes):
-            changes = [writes.get(path) for writes in self._writes]
-            known = next(one for one in changes if one is not None)
-            if not self._merges(known):
-                continue
-            if known.kind == "members":
-                known.put(set().union(known.before, *(one.after for one in changes if one is not None)))
-                continue
-            values = [UNWRITTEN if one is None else one.after for one in changes]
-            value = merge_entry(self._table, path, known.before, values, weights)
-            if values[-1] is UNWRITTEN or not same(value, values[-1], tolerance=0.0):
-                known.put(value)  # otherwise the value is already there, and a graph may still need it unchanged
+        whole = {path: self._merged(path, weights) for path in self._paths}
+        failing = [path for path, value in whole.items() if isinstance(value, SplitError)]
+        with self.state_before() if failing else nullcontext():
+            self._learn(self._table, failing, self._table.knows)
+        for path in failing:
+            whole[path] = self._merged(path, weights)
+        for path, value in whole.items():
+            if isinstance(value, SplitError):
+                raise value
+            change, last = self._change(path), self._writes[-1].get(path)
+            # an equal value is already there, and a graph may still need it unchanged
+            if change.kind == "members" or last is None or not same(value, last.after, tolerance=0.0):
+                change.put(value)
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
         self._noted, self._writes = None, []
+
+    @property
+    def _paths(self) -> list[str]:
+        """The paths of all writes that some rule merges."""
+        paths = dict.fromkeys(path for writes in self._writes for path in writes)
+        return [path for path in paths if self._merges(self._change(path))]
+
+    def _change(self, path: str) -> Change:
+        """Return the first micro-batch's change at a path."""
+        return next(writes[path] for writes in self._writes if path in writes)
+
+    def _merged(self, path: str, weights: MicroBatchWeights) -> Any:
+        """Return the whole batch's value at a path; a `SplitError` if the rules do not apply."""
+        known, changes = self._change(path), [writes.get(path) for writes in self._writes]
+        if known.kind == "members":
+            return set().union(known.before, *(one.after for one in changes if one is not None))
+        values = [UNWRITTEN if one is None else one.after for one in changes]
+        try:
+            return merge_entry(self._table, path, known.before, values, weights)
+        except SplitError as refusal:
+            return refusal
 
 
 def _put_back(change: Change) -> None:

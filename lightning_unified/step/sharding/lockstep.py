@@ -74,9 +74,8 @@ class LockstepOptimization(ShardedUpdate):
     def _plan_and_count(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> None:
         super()._plan_and_count(kwargs, shape, batch_idx=batch_idx)
         window = self._window
-        if (
-            window is not None and window.is_new
-        ):  # FSDP2 averages gradients before they are divided, so all ranks need one unit
+        # FSDP2 averages gradients before they are divided, so all ranks need one unit
+        if window is not None and window.is_new:
             words = self._meet(Point.CHECK, then=self._next, terms=window.terms)
             window.unit = max(word.terms for word in words) or 1.0
 

@@ -88,6 +88,30 @@ class LastTotal(Writes):
         self.total = float(out.sum())
 
 
+class RareTotal(Writes):
+    """Writes the number of large rows of the last batch, of which the first four batches have none."""
+
+    total = 0.0
+
+    @staticmethod
+    def loader():
+        parts = [Writes.loader(seed) for seed in range(3)]
+        rows = [row for part in parts for row in part.dataset]
+        for index, row in enumerate(rows):
+            row["x"][0] = 0.5 if index < 4 * parts[0].batch_size else 6.0
+        return DataLoader(Rows(rows), batch_size=parts[0].batch_size)
+
+    def write(self, batch, out, loss):
+        self.total = float((batch["x"][:, 0] > 5).sum())
+
+
+class RareSum(RareTotal):
+    """Adds the number of large rows up."""
+
+    def write(self, batch, out, loss):
+        self.total += float((batch["x"][:, 0] > 5).sum())
+
+
 class LossOfEachSample(Writes):
     """Writes a table by sample.
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import FIGURES, MergeTable, MicroBatchWeights, fitting, merged, same
-from lightning_unified.step.results.trees import all_values, learn_tree, merge_tree, unknown_paths
+from lightning_unified.step.results.trees import all_values, learn_tree, merge_tree, undecided_paths
 
 SIZES = [1, 2, 5]
 BY_ROWS = MicroBatchWeights(SIZES, [1.0, 2.0, 5.0])
@@ -323,8 +323,8 @@ def test_paths_are_keys_fields_and_indices():
 
     assert {path for path, _ in all_values(table, values)} == {"out.logits", "out.correct", "pair.0", "pair.1", "name"}
     assert table.unmergeable == {"pair.1"}
-    assert list(unknown_paths(table, values)) == []
-    assert list(unknown_paths(table, [{**value, "new": 1} for value in values])) == ["new"]
+    assert list(undecided_paths(table, values, BY_ROWS)) == []
+    assert list(undecided_paths(table, [{**value, "new": 1} for value in values], BY_ROWS)) == ["new"]
 
 
 def test_a_value_that_must_be_equal_and_is_not_falls_back_from_then_on():
