@@ -103,10 +103,9 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
             raise _refusal(path)
         if not joins:
             return merged("equal", written, weights)
-    is_certain = adds and table.all_rules(_added(path)) == {"sum"}
-    if before is not ABSENT and table.knows(path) and not is_certain:
-        if not table.decides(path, _filled(values, before), weights):
-            raise _refusal(path)
+    is_compared = before is not ABSENT and table.knows(path) and not (adds and table.all_rules(_added(path)) == {"sum"})
+    if is_compared and not table.decides(path, _filled(values, before), weights):
+        raise _refusal(path)
     if adds and table.rule(path) != "equal":
         total = sum(changes[1:], changes[0])
         return total if before is ABSENT else before + total

@@ -1,0 +1,247 @@
+"""Operations of a loss that bend a value, or count it by a number, read from autograd's nodes.
+
+| operation near the loss | what is noted of each micro-batch |
+|---|---|
+| relu, abs, clamp, hardtanh, threshold, smooth L1 and Huber losses, maximum, minimum, where | the sides on which its entries lie |
+| softplus, softshrink, hardsigmoid, prelu, elu, logaddexp and others, of a few values | the same |
+| the largest or smallest of a few values, their order, logsumexp | which one it is, or a number that tells the order |
+| multiplication by a few numbers, or division; a power, a factor of a sum | the number, or one computed from a few |
+| masked_fill, a mask as an index, labels that a cross-entropy ignores | whether some entries are left out |
+| class weights of a cross-entropy | the mean weight of a scored label |
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["NUMBER", "figures_of"]
+
+_MOST = 4096  # entries of a bent tensor; larger ones hold positions of rows, not means over rows
+_FEW = 16  # values of which the largest is taken, such as the losses of some tasks
+_FLAT = 8.0  # softplus(x) is 0 or x up to 3e-4 beyond
+
+NUMBER = " by a number"
+
+
+def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each bend, and two figures: its lowest and highest side, or a number twice."""
+    for node in nodes:
+        name = node.name()
+        with suppress(RuntimeError):  # a saved tensor was written in place, or is freed
+            if (number := _number_of(node, name)) is not None:
+                yield name + NUMBER, number.reshape(1).expand(2)
+            elif name in _LABELS:
+                yield from ((f"{name} {what}", figure.reshape(1).expand(2)) for what, figure in _labels_of(node))
+            elif name in _SIDES:
+                sides = _SIDES[name](node)
+                if sides is not None and 0 < sides.numel() <= _MOST:
+                    yield name, torch.stack(torch.aminmax(sides))
+
+
+def _number_of(node: Any, name: str) -> Tensor | None:
+    """Return the number by which a node counts a loss, or one computed from a few; None if a gradient flows to it."""
+    if name not in _OPERANDS:
+        return None
+    operands = _OPERANDS[name]
+    if len(operands) == 1:
+        number = getattr(node, f"_saved_{operands[0]}", None)
+        return torch.tensor(float(number)) if isinstance(number, (int, float)) else None
+    first, second = (before for before, _ in node.next_functions[:2])
+    which = operands[1] if second is None else operands[0] if first is None else None
+    number = None if which is None else _saved(node, which)
+    if not isinstance(number, Tensor) or not 0 < number.numel() <= _FEW or number.is_complex():
+        return None
+    return number if number.numel() == 1 else _told_apart(number)
+
+
+_OPERANDS: dict[str, tuple[str, ...]] = {
+    "MulBackward0": ("self", "other"),
+    "DivBackward0": ("", "other"),
+    "DotBackward0": ("self", "tensor"),
+    "MvBackward0": ("self", "vec"),
+    "PowBackward0": ("exponent",),
+    "AddBackward0": ("alpha",),
+    "SubBackward0": ("alpha",),
+}
+
+
+def _told_apart(few: Tensor) -> Tensor:
+    """Return a number that differs for other values, or for the same ones in another order."""
+    weights = torch.arange(1, few.numel() + 1, device=few.device, dtype=torch.float32).sqrt()
+    return (few.reshape(-1).float() * weights).sum()
+
+
+_LABELS = ("NllLossBackward0", "NllLoss2DBackward0")
+
+
+def _labels_of(node: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield whether a cross-entropy ignores some labels, and the mean class weight of the others."""
+    target, total = _saved(node, "target"), _saved(node, "total_weight")
+    if not isinstance(target, Tensor) or not target.numel():
+        return
+    scored = target != node._saved_ignore_index
+    yield "with labels that are ignored", (~scored.all()).float()
+    if isinstance(_saved(node, "weight"), Tensor) and isinstance(total, Tensor) and total.numel() == 1:
+        yield f"with class weights{NUMBER}", total.float().reshape(()) / scored.sum().clamp(min=1)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return a value that a node keeps for its backward pass; None where a hook would compute it again."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is not None and getattr(raw, "unpack_hook", raw) is not None:
+        return None
+    value = getattr(node, f"_saved_{name}", None)
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _between(low: str, high: str, node: Any) -> Tensor | None:
+    """Return whether each entry is below a range, in it or above it."""
+    value = _saved(node, "self")
+    if not isinstance(value, Tensor) or value.numel() > _MOST:
+        return None
+    sides = torch.zeros_like(value, dtype=torch.float32)
+    for limit, side in ((_saved(node, low), -1.0), (_saved(node, high), 1.0)):
+        if limit is not None:
+            sides = torch.where(value < limit if side < 0 else value > limit, side, sides)
+    return sides
+
+
+def _above(name: str, limit: str | None = None) -> Callable[[Any], Tensor | None]:
+    def sides(node: Any) -> Tensor | None:
+        value, over = _saved(node, name), 0.0 if limit is None else _saved(node, limit)
+        if not isinstance(value, Tensor) or value.numel() > _MOST or over is None:
+            return None
+        return (value > over).float()
+
+    return sides
+
+
+def _few_above(name: str, limit: float | str = 0.0) -> Callable[[Any], Tensor | None]:
+    """Return a function that tells on which side of a limit, and of its negative, a few values lie."""
+
+    def sides(node: Any) -> Tensor | None:
+        value = _saved(node, name)
+        edge = abs(float(_saved(node, limit))) if isinstance(limit, str) else limit
+        if not isinstance(value, Tensor) or value.numel() > _FEW:
+            return None
+        return (value > edge).float() - (value < -edge).float()
+
+    return sides
+
+
+def _few_larger(node: Any) -> Tensor | None:
+    value, other = _saved(node, "self"), _saved(node, "other")
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)) or max(value.numel(), other.numel()) > _FEW:
+        return None
+    return (value > other).float()
+
+
+def _on_softplus(node: Any) -> Tensor | None:
+    value = _saved(node, "self")
+    if not isinstance(value, Tensor) or value.numel() > _FEW:
+        return None
+    scaled = value * float(node._saved_beta)
+    return (scaled > _FLAT).float() - (scaled < -_FLAT).float()
+
+
+def _order(node: Any) -> Tensor | None:
+    places = _saved(node, "indices")
+    return _told_apart(places) if isinstance(places, Tensor) and 0 < places.numel() <= _FEW else None
+
+
+def _largest(node: Any) -> Tensor | None:
+    value = _saved(node, "self")
+    return value.reshape(-1).argmax().float() if isinstance(value, Tensor) and value.numel() <= _FEW else None
+
+
+def _is_masked(node: Any) -> Tensor | None:
+    mask = _saved(node, "mask")
+    return mask.any().float() if isinstance(mask, Tensor) else None
+
+
+def _takes_all(node: Any) -> Tensor | None:
+    """Return whether the indices of a node take all entries of the dimensions that they index."""
+    if node.name() == "MaskedSelectBackward0":
+        mask = _saved(node, "mask")
+        return mask.all().float() if isinstance(mask, Tensor) else None
+    if getattr(node, "_raw_saved_indices", None) is None:
+        return None
+    indices = [one for one in node._saved_indices if one is not None]
+    if len(indices) == 1 and indices[0].dtype in (torch.bool, torch.uint8):
+        return indices[0].all().float()
+    places = [place for place, one in enumerate(node._saved_indices) if one is not None]
+    size = max(node._saved_self_sym_sizes[place] for place in places)
+    return torch.tensor(float(max(one.numel() for one in indices) >= size))
+
+
+def _far(limit: str) -> Callable[[Any], Tensor | None]:
+    def sides(node: Any) -> Tensor | None:
+        value, target = _saved(node, "self"), _saved(node, "target")
+        if not (isinstance(value, Tensor) and isinstance(target, Tensor)) or value.numel() > _MOST:
+            return None
+        off = value - target
+        return (off > _saved(node, limit)).float() - (off < -_saved(node, limit)).float()
+
+    return sides
+
+
+def _chosen(node: Any) -> Tensor | None:
+    value, best = _saved(node, "self"), _saved(node, "result")
+    if not (isinstance(value, Tensor) and isinstance(best, Tensor)) or value.numel() > _FEW or best.numel() != 1:
+        return None
+    return (value == best).reshape(-1).float().argmax().float()
+
+
+def _place(node: Any) -> Tensor | None:
+    places = _saved(node, "indices")
+    return places.float() if isinstance(places, Tensor) and places.numel() == 1 else None
+
+
+def _condition(node: Any) -> Tensor | None:
+    condition = _saved(node, "condition")
+    return condition.float() if isinstance(condition, Tensor) and condition.numel() <= _MOST else None
+
+
+_SIDES: dict[str, Callable[[Any], Tensor | None]] = {
+    "SoftplusBackward0": _on_softplus,
+    "SoftshrinkBackward0": _few_above("self", "lambd"),
+    "HardshrinkBackward0": _few_above("self", "lambd"),
+    "HardsigmoidBackward0": _few_above("self", 3.0),
+    "HardswishBackward0": _few_above("self", 3.0),
+    "PreluKernelBackward0": _few_above("self"),
+    "EluBackward0": _few_above("self"),
+    "CeluBackward0": _few_above("self"),
+    "FmaxBackward0": _few_larger,
+    "FminBackward0": _few_larger,
+    "LogaddexpBackward0": _few_larger,
+    "Logaddexp2Backward0": _few_larger,
+    "LogsumexpBackward0": _largest,
+    "TopkBackward0": _order,
+    "SortBackward0": _order,
+    "MaskedFillBackward0": _is_masked,
+    "IndexBackward0": _takes_all,
+    "MaskedSelectBackward0": _takes_all,
+    "ReluBackward0": _above("result"),
+    "LeakyReluBackward0": _above("self"),
+    "AbsBackward0": _above("self"),
+    "ThresholdBackward0": _above("self", "threshold"),
+    "ClampBackward0": lambda node: _between("min", "max", node),
+    "ClampBackward1": lambda node: _between("min", "max", node),
+    "ClampMinBackward0": lambda node: _between("min", "max", node),
+    "ClampMaxBackward0": lambda node: _between("min", "max", node),
+    "HardtanhBackward0": lambda node: _between("min_val", "max_val", node),
+    "MaximumBackward0": _above("self", "other"),
+    "MinimumBackward0": _above("self", "other"),
+    "WhereBackward0": _condition,
+    "MaxBackward0": _place,
+    "MinBackward0": _place,
+    "MaxBackward1": _chosen,
+    "MinBackward1": _chosen,
+    "AmaxBackward0": _chosen,
+    "AminBackward0": _chosen,
+    "SmoothL1LossBackward0": _far("beta"),
+    "HuberLossBackward0": _far("delta"),
+}
