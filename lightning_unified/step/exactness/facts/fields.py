@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined
 
-__all__ = ["arrays_of", "columns_of", "leaf_at", "named_tensors"]
+__all__ = ["arrays_of", "columns_of", "leaf_at", "lengths_of", "named_tensors"]
 
 _LONG = 64  # a list with more entries holds rows, not fields
 
@@ -53,6 +54,43 @@ def columns_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Seq
         yield from _columns(batch.tolist(), path)
     for name, entry in _fields(batch):
         yield from columns_of(entry, rows, joined(path, name))
+
+
+def lengths_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the path and the length of every row's entry, for fields whose rows may have different lengths.
+
+    These are lists with a tensor, an array or a list per row, also inside a dict or a tuple per row, packed sequences, and nested tensors.
+    """
+    if isinstance(batch, PackedSequence):
+        steps = batch.batch_sizes.tolist()
+        if steps and steps[0] == rows:
+            yield path, [sum(size > row for size in steps) for row in range(rows)]
+        return
+    if isinstance(batch, Tensor):
+        if batch.is_nested and batch.size(0) == rows:
+            yield path, [len(row) for row in batch.unbind()]
+        return
+    if is_sequence(batch) and len(batch) == rows > 0:
+        yield from _lengths(batch, path)
+    for name, entry in _fields(batch):
+        yield from lengths_of(entry, rows, joined(path, name))
+
+
+def _lengths(rows: Sequence[Any], path: str) -> Iterator[tuple[str, Sequence[int]]]:
+    first = rows[0] if rows else None
+    if all(isinstance(row, (Tensor, np.ndarray)) and row.ndim > 0 for row in rows):
+        yield path, [len(row) for row in rows]
+    elif all(isinstance(row, Mapping) for row in rows):
+        for name in first or ():
+            yield from _lengths([row.get(name) for row in rows], joined(path, name))
+    elif all(isinstance(row, (list, tuple)) for row in rows):
+        if any(len(row) != len(first or ()) for row in rows) or all(
+            isinstance(one, (int, float)) for one in first or ()
+        ):
+            yield path, [len(row) for row in rows]
+        else:
+            for index in range(min(len(first or ()), _LONG)):
+                yield from _lengths([row[index] for row in rows], joined(path, index))
 
 
 def _tensor_of(array: Any) -> Tensor:

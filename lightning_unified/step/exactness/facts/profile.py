@@ -11,6 +11,7 @@ weight. So a batch with new facts is checked before its update. A profile is a s
 | the order of magnitude of the share of rows that begin or end with the same number twice | integers | detect padding by any number |
 | whether a row has only zeros, or no zeros; whether there is NaN or infinity | every tensor | detect the first row without observations |
 | the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | detect new lengths |
+| whether the entries of all rows are as long; the order of magnitude of the longest and the shortest | lists of tensors or lists, packed and nested tensors | detect the first ragged batch |
 
 Orders of magnitude are powers of two, so that new facts become rare.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of, named_tensors
+from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of, lengths_of, named_tensors
 from lightning_unified.step.exactness.facts.figures import KINDS, HostFigures, figures_of
 
 __all__ = ["BatchProfiles", "facts_of"]
@@ -42,9 +43,20 @@ def facts_of(batch: Any, rows: int, known: HostFigures | None = None) -> frozens
     """
     named = [(path, leaf) for path, leaf in (*named_tensors(batch), *arrays_of(batch)) if _has_rows(leaf, rows)]
     facts: set[Fact] = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
+    for path, lengths in lengths_of(batch, rows):
+        facts |= _length_facts(path, lengths)
     for (path, leaf), own in zip(named, figures_of([leaf for _, leaf in named], known), strict=True):
         facts |= _float_facts(path, leaf, own) if leaf.is_floating_point() else _integer_facts(path, leaf, own)
     return frozenset(facts)
+
+
+def _length_facts(path: str, lengths: Sequence[int]) -> set[Fact]:
+    """Return the facts about the lengths of the rows' entries, such as the points or the objects of each."""
+    return {
+        (path, "alike", len(set(lengths)) == 1),
+        (path, "longest entry", _order(max(lengths))),
+        (path, "shortest entry", _order(min(lengths))),
+    }
 
 
 def _has_rows(leaf: Tensor, rows: int) -> bool:

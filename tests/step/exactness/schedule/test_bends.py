@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
@@ -65,7 +66,47 @@ class Rounded(Bent):
         return F.huber_loss(cost, torch.full_like(cost, 3))
 
 
-KINDS = [Limit, Flood, FreeBits, Larger, WorstOfTwo, Chosen, ByNumber, ByOperation, Rounded]
+def both(cost):
+    return torch.stack([cost, 2 * cost - 1])
+
+
+OTHERS = {
+    "softplus": lambda cost: F.softplus(cost - 1, beta=50),
+    "fmax": lambda cost: torch.fmax(cost, torch.ones_like(cost)),
+    "masked_fill": lambda cost: cost.masked_fill(cost < 1, 1.0),
+    "topk": lambda cost: both(cost).topk(1).values.sum(),
+    "sort": lambda cost: both(cost).sort().values[-1],
+    "logaddexp": lambda cost: torch.logaddexp(100 * (cost - 1), torch.zeros_like(cost)),
+    "logsumexp": lambda cost: (100 * both(cost)).logsumexp(0),
+    "a weight for each term": lambda cost: (both(cost) * torch.tensor([1.0, float(cost > 1)])).sum(),
+    "a product with weights": lambda cost: both(cost) @ torch.tensor([1.0, float(cost > 1)]).double(),
+    "a power": lambda cost: (cost + 1).pow(2 if cost > 1 else 1),
+    "alpha": lambda cost: torch.add(cost, cost, alpha=float(cost > 1)),
+    "softshrink": lambda cost: F.softshrink(cost, 1.0),
+    "hardsigmoid": lambda cost: F.hardsigmoid(8 * (cost - 1)),
+    "prelu": lambda cost: F.prelu(cost[None] - 1, torch.tensor([0.2]).double()).sum(),
+    "elu": lambda cost: F.elu(100 * (cost - 1)),
+}
+
+
+class DropsRows(Bent):
+    """Leaves the row with the large cost out."""
+
+    def loss(self, out, batch):
+        kept = batch["cost"] < 4
+        return F.cross_entropy(out[kept], batch["y"][kept])
+
+
+class SelectsRows(Bent):
+    def loss(self, out, batch):
+        losses = F.cross_entropy(out, batch["y"], reduction="none")
+        return losses.masked_select(batch["cost"] < 4).mean()
+
+
+KINDS = [
+    *(Limit, Flood, FreeBits, Larger, WorstOfTwo, Chosen, ByNumber, ByOperation, Rounded, DropsRows, SelectsRows),
+    *(type(name, (Bent,), {"bent": staticmethod(bent)}) for name, bent in OTHERS.items()),
+]
 
 
 def loader():
@@ -77,10 +118,41 @@ def loader():
     return batches(number=13, size=8, change=cost)
 
 
-@pytest.mark.parametrize("kind", some(KINDS, *KINDS[::2]), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", some(KINDS, *KINDS[::3]), ids=lambda kind: kind.__name__)
 def test_micro_batches_on_two_sides_of_a_bend_are_refused_before_the_update(kind, checks):
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
         run(kind, loader())
+
+    assert checks.steps[-1] == 9
+
+
+class Rare(Net):
+    """Has 100 classes, the last of which occurs once, in batch 9."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 100))
+
+
+class Ignoring(Rare):
+    def loss(self, out, batch):
+        return F.cross_entropy(out, batch["label"], ignore_index=99)
+
+
+class Weighing(Rare):
+    def loss(self, out, batch):
+        weight = torch.ones(100, dtype=out.dtype)
+        weight[99] = 8
+        return F.cross_entropy(out, batch["label"], weight=weight)
+
+
+@pytest.mark.parametrize("kind", [Ignoring, Weighing])
+def test_a_label_that_counts_otherwise_is_seen_among_many_classes(kind, checks):
+    def label(batch, row):
+        return {"label": 99 if (batch, row) == (9, 7) else (0, 98, 50, 7)[row % 4]}
+
+    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
+        run(kind, batches(number=13, size=8, change=label))
 
     assert checks.steps[-1] == 9
 

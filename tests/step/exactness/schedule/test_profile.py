@@ -6,6 +6,7 @@ Ordinary batches need none, or checks would never end.
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_unified.step.exactness.facts import figures
 from lightning_unified.step.exactness.facts.figures import HostFigures
@@ -65,6 +66,25 @@ def news_after(batch, *, checked=SEEN):
     return profiles.news(facts_of(batch, len(batch["x"])))
 
 
+ENTRIES = {
+    "a list of tensors": lambda lengths: [torch.ones(length, 3) for length in lengths],
+    "a packed sequence": lambda lengths: pack_sequence([torch.ones(n, 3) for n in lengths], enforce_sorted=False),
+    "a nested tensor": lambda lengths: torch.nested.nested_tensor([torch.ones(n, 3) for n in lengths]),
+    "a dict for each row": lambda lengths: [{"labels": torch.ones(length), "name": "a"} for length in lengths],
+    "a tuple for each row": lambda lengths: [(torch.ones(2), torch.ones(length)) for length in lengths],
+    "a list of numbers for each row": lambda lengths: [[1] * length for length in lengths],
+}
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_a_row_with_an_entry_of_another_length_is_new(kind):
+    profiles, entries = BatchProfiles(), ENTRIES[kind]
+    profiles.add(facts_of({"rows": entries([4] * 8)}, 8))
+
+    assert not profiles.news(facts_of({"rows": entries([4] * 8)}, 8))
+    assert profiles.news(facts_of({"rows": entries([4] * 7 + [3])}, 8))
+
+
 @pytest.mark.parametrize("name", NEWS)
 def test_this_is_news(name):
     assert news_after(NEWS[name])
@@ -111,7 +131,7 @@ def test_random_batches_bring_news_ever_more_rarely():
 
 
 def test_batches_of_other_kinds_have_no_facts():
-    assert facts_of({"fractions": [0.5, 1.5], "nested": [[0.5], [1.5]]}, 2) == frozenset()
+    assert facts_of({"fractions": [0.5, 1.5]}, 2) == frozenset()
     assert facts_of({"x": torch.ones(2, 3).to_sparse(), "z": torch.ones(2, dtype=torch.complex64)}, 2) == frozenset()
 
 
