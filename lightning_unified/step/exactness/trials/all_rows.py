@@ -18,6 +18,8 @@ from lightning_unified.step.exactness.trials.run import Runner
 
 __all__ = ["rules_of_all_rows"]
 
+_CANCELLED = 64  # rounding steps of 1 in a mean over rows whose terms cancel; judgement
+
 
 def rules_of_all_rows(
     runner: Runner,
@@ -65,6 +67,10 @@ def _merged(weighting: Weighting, losses: Sequence[Tensor | None]) -> Tensor | N
 
 
 def _agree(merged: Tensor | None, whole: Tensor, parts: Sequence[Tensor], allowed: float) -> bool:
-    """Return whether a loss is that of the whole batch up to rounding of the largest of its parts."""
+    """Return whether a loss is that of the whole batch up to rounding of the largest of its parts.
+
+    Terms of order 1 that cancel, such as those of normalized advantages, leave nothing but their rounding.
+    """
     largest = max(abs(float(one)) for one in (whole, *parts))
-    return merged is not None and abs(float(merged) - float(whole)) <= allowed * max(largest, 1e-30)
+    rounding = _CANCELLED * torch.finfo(whole.dtype).eps
+    return merged is not None and abs(float(merged) - float(whole)) <= max(allowed * largest, rounding)
