@@ -185,7 +185,7 @@ class CheckedSplitter:
         paths: Sequence[str],
         decides: Callable[[str], bool],
     ) -> None:
-        """Check a batch whose step gave values at paths for which the rules of `table` do not decide, before its update.
+        """Check a batch whose step gave values whose merge the rules of `table` do not tell, before its update.
 
         Without such paths, another process of the group may have some.
         """

@@ -69,7 +69,10 @@ def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iter
 
 
 def undecided_paths(table: MergeTable, values: Sequence[Any], weights: MicroBatchWeights) -> list[str]:
-    """Return the paths in nested values that no check has seen, or for which checks left rules with other results."""
+    """Return the paths in nested values whose merge checks so far do not tell.
+
+    No check has seen them, or the rules that are left give other results.
+    """
     return [path for path, each in all_values(table, values) if not table.decides(path, each, weights)]
 
 

@@ -42,7 +42,10 @@ def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _number_of(node: Any, name: str) -> Tensor | None:
-    """Return the number by which a node counts a loss, or one computed from a few; None if a gradient flows to it."""
+    """Return the number by which a node counts a loss, or one computed from a few.
+
+    None if a gradient flows to it.
+    """
     if name not in _OPERANDS:
         return None
     operands = _OPERANDS[name]

@@ -72,5 +72,5 @@ def _agree(merged: Tensor | None, whole: Tensor, parts: Sequence[Tensor], allowe
     Terms of order 1 that cancel, such as those of normalized advantages, leave nothing but their rounding.
     """
     largest = max(abs(float(one)) for one in (whole, *parts))
-    rounding = _CANCELLED * torch.finfo(whole.dtype).eps
+    rounding = min(_CANCELLED * torch.finfo(whole.dtype).eps, 1e-2)
     return merged is not None and abs(float(merged) - float(whole)) <= max(allowed * largest, rounding)
