@@ -23,6 +23,7 @@ __all__ = [
     "metrics_of",
     "reduced",
     "set_metric_state",
+    "without_seams",
 ]
 
 _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")
@@ -97,7 +98,7 @@ class MetricsOverMicroBatches:
         rules = {name: rule for name, rule in found.items() if rule is not None}
         if len(rules) == len(found):
             with suppress(SplitError):
-                return result | {name: merged(rule, values[name], weights) for name, rule in rules.items()}
+                return result | {name: _by_rule(rule, values[name], weights) for name, rule in rules.items()}
         return result | {name: reduced(each, metric._reductions[name]) for name, each in values.items()}
 
 
@@ -106,6 +107,25 @@ def reduced(values: Sequence[Any], reduction: Any) -> Any:
     if isinstance(values[0], list):
         return [entry for value in values for entry in value]
     return values[-1] if reduction is None else reduction(torch.stack(list(values)))
+
+
+def _by_rule(rule: Any, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
+    """Return one state of the whole batch by a rule that was found for the entries of list states, put together."""
+    is_list = all(isinstance(value, list) for value in values)
+    if not is_list or str(rule).startswith("concatenate"):
+        return merged(rule, values, weights)
+    single = all(len(value) == 1 for value in values)
+    return [merged(rule, [value[0] if single else without_seams(value) for value in values], weights)]
+
+
+def without_seams(state: Any) -> Any:
+    """Return a list of tensors as one tensor; some metrics append an entry per update."""
+    if not (isinstance(state, list) and state and all(isinstance(entry, Tensor) for entry in state)):
+        return state
+    try:
+        return torch.cat([torch.atleast_1d(entry) for entry in state])
+    except RuntimeError:  # entries of different shapes, such as one per image
+        return state
 
 
 class UpdateRecord:
@@ -133,9 +153,14 @@ class UpdateRecord:
         with _replaced(self._metric, "update", noting):
             yield
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether the metric was updated."""
+        return bool(self._calls)
+
     def adds_up(self, *, tolerance: float) -> bool:
         """Return whether the state after all updates, run twice, is the joined state of two runs."""
-        if not self._calls or self._metric.dist_sync_on_step:
+        if self._metric.dist_sync_on_step:
             return False
         try:
             once = self._updated(_emptied_copy(self._metric))

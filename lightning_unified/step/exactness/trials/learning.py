@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
 from lightning_unified.step.results.merging import MicroBatchWeights, same
-from lightning_unified.step.results.metrics import reduced
+from lightning_unified.step.results.metrics import reduced, without_seams
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
 
@@ -47,11 +46,12 @@ def _learn_metrics(
 ) -> None:
     for path, state in whole.metrics.items():
         for name, value in state.items():
-            values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
-            tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), weights, tolerance=tolerance)
+            values = [without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
+            tables.metrics.learn(f"{path}.{name}", values, without_seams(value), weights, tolerance=tolerance)
     for path, joins in whole.joins.items():
         tables.joins[path] = joins and tables.joins.get(path, True)
-    for path, state in whole.metrics.items():
+    for path in {*whole.metrics, *whole.joins}:  # a wrapper may not count its updates
+        state = whole.metrics.get(path, {})
         lacks_rule = any(f"{path}.{name}" in tables.metrics.unmergeable for name in state)
         given = [run.metrics[path] for run in runs if path in run.metrics]
         differs = lacks_rule and not _reduce_to(state, given, whole.reductions[path], tolerance=tolerance)
@@ -68,18 +68,8 @@ def _reduce_to(
         return False
     found = {name: reduced([one[name] for one in given], reductions[name]) for name in state}
     return all(
-        same(_without_seams(found[name]), _without_seams(value), tolerance=tolerance) for name, value in state.items()
+        same(without_seams(found[name]), without_seams(value), tolerance=tolerance) for name, value in state.items()
     )
-
-
-def _without_seams(state: Any) -> Any:
-    """Return a list of tensors as one tensor; some metrics append an entry per update."""
-    if not (isinstance(state, list) and state and all(isinstance(entry, Tensor) for entry in state)):
-        return state
-    try:
-        return torch.cat([torch.atleast_1d(entry) for entry in state])
-    except RuntimeError:  # entries of different shapes, such as one per image
-        return state
 
 
 def _learn_log(

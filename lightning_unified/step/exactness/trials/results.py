@@ -114,7 +114,7 @@ def aside(
                 logs=logs.logged,
                 metrics=_states_of(undone.metrics),
                 reductions={path: metric._reductions for path, metric in undone.metrics.items()},
-                joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
+                joins={path: one.adds_up(tolerance=_JOINED) for path, one in records.items() if one.has_calls},
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
                 logged_totals=_logged_totals(logs.logged, asked),
                 written=written,

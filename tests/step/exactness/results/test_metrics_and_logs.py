@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import AUROC, Accuracy, MeanMetric, Metric, MetricCollection
+from torchmetrics import AUROC, Accuracy, CatMetric, MeanMetric, Metric, MetricCollection, RunningMean
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -108,6 +108,41 @@ def test_a_metric_that_needs_the_full_state_is_named_where_it_differs():
     expected, seen, _, ours = compared(type("Holding", (Held,), {"make_metric": lambda self: Running()}))
 
     assert seen == [pytest.approx(one) for one in expected] or any("'metric'" in one for one in ours.strategy.events)
+
+
+class OfLosses(Held):
+    """Keeps a figure of each batch's loss, and logs at the end of the epoch what it makes of them."""
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch["x"]), batch["y"])
+        self.metric.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("metric", self.metric.compute().mean())
+
+
+class ListOfLosses(OfLosses):
+    def make_metric(self):
+        return CatMetric()
+
+
+class WindowOfLosses(OfLosses):
+    def make_metric(self):
+        return RunningMean(3)
+
+
+def test_a_list_of_losses_has_one_entry_for_each_batch():
+    ours = assert_same(ListOfLosses)
+
+    assert len(ours.lightning_module.metric.value) == 2 * len(ListOfLosses.loader())  # two epochs
+    assert ours.strategy.events == []
+
+
+def test_a_window_over_batches_is_named():
+    _, _, _, ours = compared(WindowOfLosses)
+
+    assert any("WindowOfLosses.metric" in event for event in ours.strategy.events)
 
 
 class InDict(Held):
