@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-__all__ = ["failure_on_rows", "refusal_of_gradients", "refusal_of_state", "refusal_of_updates"]
+__all__ = [
+    "failure_on_rows",
+    "refusal_of_gradients",
+    "refusal_of_state",
+    "refusal_of_switches",
+    "refusal_of_updates",
+    "refusal_of_writes",
+]
 
 
 def refusal_of_gradients(
@@ -57,6 +64,34 @@ def refusal_of_updates(whose: str, parameter: str) -> str:
     return (
         f"{whose} writes {parameter} during the backward pass, as an optimizer in a gradient hook does. With a split batch it would write after "
         "each micro-batch. Let the Trainer's optimizer write it, or declare MicroBatchRules(splittable=False) to run batches whole."
+    )
+
+
+def refusal_of_writes(whose: str, parameter: str) -> str:
+    """Return the error message for a step that writes trained parameters after their use.
+
+    Args:
+        whose: The name of the module's class.
+        parameter: The name of a parameter that is written.
+    """
+    return (
+        f"{whose} writes {parameter} in its step, after its forward pass has used it, and a split batch would run its other micro-batches with the "
+        "written weights. Write it in on_train_batch_end or optimizer_step, or declare MicroBatchRules(splittable=False) to run batches whole. "
+        "This check has written it too: go on from a checkpoint, or start anew."
+    )
+
+
+def refusal_of_switches(whose: str, parameter: str) -> str:
+    """Return the error message for a step that freezes or unfreezes parameters after their use.
+
+    Args:
+        whose: The name of the module's class.
+        parameter: The name of a parameter whose `requires_grad` changes.
+    """
+    return (
+        f"{whose} changes requires_grad of {parameter} in its step, after its forward pass has used it, and a split batch would run its other "
+        "micro-batches with that. Change it at the beginning of the step, in on_train_batch_start or on_train_batch_end, or declare "
+        "MicroBatchRules(splittable=False) to run batches whole."
     )
 
 

@@ -20,8 +20,13 @@ from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import Alone
-from lightning_unified.step.exactness.trials.refusals import refusal_of_updates
+from lightning_unified.step.exactness.trials.refusals import (
+    refusal_of_switches,
+    refusal_of_updates,
+    refusal_of_writes,
+)
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
+from lightning_unified.step.exactness.trials.used_weights import UsedWeights
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
@@ -116,8 +121,11 @@ class Runner:
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
-        with draws, self.counters.watching():
+        used = UsedWeights(self.module)
+        with used if self._group.has_whole_parameters else nullcontext(), draws, self.counters.watching():
             result = self._step(own)
+        if (switched := used.switched) is not None:
+            raise SplitError(refusal_of_switches(type(self.module).__name__, self._named(switched)))
         for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
             parameter.grad = None
         loss = result.closure_loss
@@ -129,6 +137,8 @@ class Runner:
             if written:
                 raise SplitError(refusal_of_updates(type(self.module).__name__, self._named(written[0])))
         result.closure_loss = None
+        if (after := used.written) is not None:
+            raise SplitError(refusal_of_writes(type(self.module).__name__, self._named(after)))
         return result
 
     def loss(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> Tensor | None:

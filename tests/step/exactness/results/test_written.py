@@ -105,6 +105,63 @@ class History(Outputs):
         self.outs.append(float(out.std()))
 
 
+class ClipsAfterwards(Writes):
+    def write(self, batch, out, loss):
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+class ZeroesAtTimes(Writes):
+    def write(self, batch, out, loss):
+        if self.trainer.global_step % 2:
+            self.net[-1].bias.zero_()
+
+
+class FreezesAfterwards(Writes):
+    def write(self, batch, out, loss):
+        self.net[0].requires_grad_(self.trainer.global_step % 2 == 1)
+
+
+class WritesInHook(Writes):
+    """Updates a weight when its gradient is complete, past autograd's version counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].weight.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, parameter):
+        parameter.data.sub_(0.1 * parameter.grad)
+
+    def write(self, batch, out, loss):
+        pass
+
+
+class NormalizesBefore(Writes):
+    """Writes a weight before it is used, and the same again the second time."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            weight = self.net[0].weight
+            weight.copy_(torch.nn.functional.normalize(weight, dim=1))
+        return super().training_step(batch, batch_idx)
+
+    def write(self, batch, out, loss):
+        pass
+
+
+@pytest.mark.parametrize("kind", [ClipsAfterwards, ZeroesAtTimes, FreezesAfterwards, WritesInHook])
+def test_parameters_that_are_written_after_their_use_are_refused(kind):
+    with pytest.raises(SplitError, match=r"net\.\d\.\w+ in its step, after its forward pass has used it"):
+        run(kind, UnifiedStrategy(micro_batch_size=3))
+
+
+def test_parameters_that_are_written_before_their_use_train_as_with_whole_batches():
+    whole, _ = run(NormalizesBefore, "auto")
+    split, _ = run(NormalizesBefore, UnifiedStrategy(micro_batch_size=3))
+
+    torch.testing.assert_close(weights(split), weights(whole), rtol=0, atol=1e-10)
+
+
 REFUSED = {Normed: r"self\.size|size", Queue: "queue", Covariance: "mean", History: "outs"}
 
 

@@ -1,0 +1,89 @@
+"""Find parameters that a step writes, freezes or unfreezes after it has used them."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["UsedWeights"]
+
+_ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
+
+
+class UsedWeights:
+    """Notes the trained parameters of each layer inside the block, when its first forward pass ends.
+
+    A whole batch's step writes them once, after its forward pass: weight clipping, a projection, an optimizer in a gradient hook that writes
+    `.data`. A split batch would compute its later micro-batches with the written weights. Writes before a layer's forward pass, such as a
+    normalization of prototypes, are the same for each micro-batch if they do nothing the second time.
+
+    Args:
+        module: The module whose step runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._handles: list[Any] = []
+        self._used: dict[nn.Module, list[float]] = {}
+        self._trained: dict[nn.Module, list[bool]] = {}
+
+    def __enter__(self) -> Self:
+        for layer in self._module.modules():
+            if _own(layer) and not getattr(layer, "max_norm", None):  # an embedding with max_norm writes in each pass
+                self._handles.append(layer.register_forward_hook(self._note))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, layer: nn.Module, _arguments: Any, _result: Any) -> None:
+        if layer not in self._trained:
+            self._trained[layer] = [one.requires_grad for one in _own(layer)]
+            with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
+                self._used[layer] = _norms(_trained(layer))
+
+    @property
+    def switched(self) -> Tensor | None:
+        """A parameter that was frozen or unfrozen since; None without one."""
+        for layer, before in self._trained.items():
+            for parameter, was in zip(_own(layer), before, strict=False):
+                if parameter.requires_grad != was:
+                    return parameter
+        return None
+
+    @property
+    def written(self) -> Tensor | None:
+        """A parameter that was written since; None without one."""
+        for layer, before in self._used.items():
+            own = _trained(layer)
+            if len(own) != len(before):
+                continue  # the step has frozen some
+            for parameter, was, now in zip(own, before, _norms(own), strict=True):
+                eps = torch.finfo(torch.float64 if parameter.dtype == torch.float64 else torch.float32).eps
+                if abs(now - was) > _ROUNDING * eps * max(abs(was), abs(now)):
+                    return parameter
+        return None
+
+
+def _own(layer: nn.Module) -> list[Tensor]:
+    return [one for one in layer._parameters.values() if one is not None]
+
+
+def _trained(layer: nn.Module) -> list[Tensor]:
+    return [one for one in _own(layer) if one.requires_grad and not one.is_meta and one.numel()]
+
+
+def _norms(parameters: Sequence[Tensor]) -> list[float]:
+    with torch.no_grad():
+        # 16-bit norms are too coarse
+        wide = [torch.float32 if one.dtype in (torch.float16, torch.bfloat16) else None for one in parameters]
+        norms = [
+            torch.linalg.vector_norm(one.detach(), dtype=dtype) for one, dtype in zip(parameters, wide, strict=True)
+        ]
+        return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
