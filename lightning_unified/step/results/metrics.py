@@ -110,7 +110,7 @@ def reduced(values: Sequence[Any], reduction: Any) -> Any:
 
 
 def _by_rule(rule: Any, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
-    """Return one state of the whole batch by a rule that was found for the entries of list states, put together."""
+    """Return one state of the whole batch by a rule; the rules of lists hold for their entries, put together."""
     is_list = all(isinstance(value, list) for value in values)
     if not is_list or str(rule).startswith("concatenate"):
         return merged(rule, values, weights)
