@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_unified.step.exactness.draws.replay import DrawMode
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.step.results.merging import same
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
 from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
 from lightning_unified.step.results.written import Written, written_since
@@ -101,6 +102,10 @@ def aside(
             stack.enter_context(record.watching())
         asked = ComputeRecord(metrics.values())
         stack.enter_context(asked.watching())
+        wrappers = _wrappers_of(module)
+        for wrapper in wrappers.values():
+            stack.callback(setattr, wrapper, "_forward_cache", wrapper._forward_cache)
+            wrapper._forward_cache = None
         before = _host_generators()
 
         def gather(returned: Any) -> Results:
@@ -114,7 +119,10 @@ def aside(
                 logs=logs.logged,
                 metrics=_states_of(undone.metrics),
                 reductions={path: metric._reductions for path, metric in undone.metrics.items()},
-                joins={path: one.adds_up(tolerance=_JOINED) for path, one in records.items() if one.has_calls},
+                joins={
+                    **dict.fromkeys(_changed_otherwise(undone.metrics, wrappers), False),
+                    **{path: one.adds_up(tolerance=_JOINED) for path, one in records.items() if one.has_calls},
+                },
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
                 logged_totals=_logged_totals(logs.logged, asked),
                 written=written,
@@ -145,6 +153,28 @@ def _states_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
     """Return the states of updated metrics, by path."""
     states = {path: metric_state(metric) for path, metric in metrics.items() if metric._update_count}
     return {path: {name: state[name] for name in metrics[path]._defaults} for path, state in states.items()}
+
+
+def _wrappers_of(module: nn.Module) -> dict[str, Metric]:
+    """Return the torchmetrics objects without a state of their own, by path."""
+    name = type(module).__name__
+    found = ((path, child) for path, child in module.named_modules() if isinstance(child, Metric))
+    return {f"{name}.{path}": child for path, child in found if not child._defaults}
+
+
+def _changed_otherwise(metrics: Mapping[str, Metric], wrappers: Mapping[str, Metric]) -> list[str]:
+    """Return the paths of torchmetrics objects that a run has changed in a way that does not add up over micro-batches.
+
+    A window (`RunningMean`) writes its state without an update, and a wrapper such as `MinMaxMetric` keeps figures of each call outside of its
+    state.
+    """
+    windows = [path for path, metric in metrics.items() if not metric._update_count and _has_state(metric)]
+    return [*windows, *(path for path, wrapper in wrappers.items() if wrapper._forward_cache is not None)]
+
+
+def _has_state(metric: Metric) -> bool:
+    """Return whether a state differs from that of an empty metric."""
+    return any(not same(getattr(metric, name), empty) for name, empty in metric._defaults.items())
 
 
 def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metric]) -> dict[str, str]:
