@@ -41,6 +41,10 @@ class CheckedSplitter:
         step: Runs `training_step` with given arguments, as the loop does.
         fits: `fits(rows)` returns whether `rows` rows are predicted to fit as one micro-batch; None where nothing is predicted.
         metrics: Returns the module's torchmetrics objects, by path.
+
+    Attributes:
+        before_refusal: Is called when a batch cannot be split exactly, before it runs whole or the error is raised. It may raise another
+            error, if the check compared garbage.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class CheckedSplitter:
         self._fits = fits
         self._moves_by_hook = _moves_by_hook(trainer)
         self._group = Alone()
+        self.before_refusal: Callable[[], None] = lambda: None
         self.check = self._new_check()
 
     def batch_moved(self, host: Any, moved: Any) -> None:
@@ -123,6 +128,7 @@ class CheckedSplitter:
             self.splitter.require_rows(batch, shape.rows)
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
         except SplitError as refusal:
+            self.before_refusal()
             if policy.sizing.goes_whole(refusal):
                 return WholeBatch(whole)
             raise

@@ -109,6 +109,7 @@ class FaultCheckedOptimization(UnifiedOptimization):
         super().__init__(trainer, policy, planner=planner)
         device, machine = trainer.strategy.root_device, policy.watch.machine
         self._faults = FaultWatch(trainer.lightning_module, trainer.optimizers, device=device, machine=machine)
+        self._batches.before_refusal = self._require_whole
         self.state_copies = _CheckedCopies(self, self._faults)
         self._found: str | None = None
         self._repeated = 0

@@ -85,7 +85,7 @@ def _labels_of(node: Any) -> Iterator[tuple[str, Tensor]]:
     target, total = _saved(node, "target"), _saved(node, "total_weight")
     if not isinstance(target, Tensor) or not target.numel():
         return
-    scored = target != node._saved_ignore_index
+    scored = target != _saved(node, "ignore_index")
     yield "with labels that are ignored", (~scored.all()).float()
     if isinstance(_saved(node, "weight"), Tensor) and isinstance(total, Tensor) and total.numel() == 1:
         yield f"with class weights{NUMBER}", total.float().reshape(()) / scored.sum().clamp(min=1)
@@ -94,7 +94,7 @@ def _labels_of(node: Any) -> Iterator[tuple[str, Tensor]]:
 def _saved(node: Any, name: str) -> Any:
     """Return a value that a node keeps for its backward pass; None where a hook would compute it again."""
     raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is not None and getattr(raw, "unpack_hook", raw) is not None:
+    if not isinstance(raw, tuple) and raw is not None and getattr(raw, "unpack_hook", raw) is not None:
         return None
     value = getattr(node, f"_saved_{name}", None)
     return value.detach() if isinstance(value, Tensor) else value
@@ -146,7 +146,7 @@ def _on_softplus(node: Any) -> Tensor | None:
     value = _saved(node, "self")
     if not isinstance(value, Tensor) or value.numel() > _FEW:
         return None
-    scaled = value * float(node._saved_beta)
+    scaled = value * float(_saved(node, "beta"))
     return (scaled > _FLAT).float() - (scaled < -_FLAT).float()
 
 
@@ -170,13 +170,13 @@ def _takes_all(node: Any) -> Tensor | None:
     if node.name() == "MaskedSelectBackward0":
         mask = _saved(node, "mask")
         return mask.all().float() if isinstance(mask, Tensor) else None
-    if getattr(node, "_raw_saved_indices", None) is None:
+    saved, sizes = _saved(node, "indices") or (), _saved(node, "self_sym_sizes")
+    indices = [one for one in saved if one is not None]
+    if not indices:
         return None
-    indices = [one for one in node._saved_indices if one is not None]
     if len(indices) == 1 and indices[0].dtype in (torch.bool, torch.uint8):
         return indices[0].all().float()
-    places = [place for place, one in enumerate(node._saved_indices) if one is not None]
-    size = max(node._saved_self_sym_sizes[place] for place in places)
+    size = max(sizes[place] for place, one in enumerate(saved) if one is not None)
     return torch.tensor(float(max(one.numel() for one in indices) >= size))
 
 

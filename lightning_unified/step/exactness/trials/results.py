@@ -163,9 +163,9 @@ def _wrappers_of(module: nn.Module) -> dict[str, Metric]:
 
 
 def _changed_otherwise(metrics: Mapping[str, Metric], wrappers: Mapping[str, Metric]) -> list[str]:
-    """Return the paths of torchmetrics objects that a run has changed in a way that does not add up over micro-batches.
+    """Return the paths of torchmetrics objects that a run has changed past their update.
 
-    A window (`RunningMean`) writes its state without an update, and a wrapper such as `MinMaxMetric` keeps figures of each call outside of its
+    That does not add up over micro-batches. A window (`RunningMean`) writes its state without an update, and a wrapper such as `MinMaxMetric` keeps figures of each call outside of its
     state.
     """
     windows = [path for path, metric in metrics.items() if not metric._update_count and _has_state(metric)]

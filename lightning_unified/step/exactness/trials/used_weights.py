@@ -32,7 +32,8 @@ class UsedWeights:
 
     def __enter__(self) -> Self:
         for layer in self._module.modules():
-            if _own(layer) and not getattr(layer, "max_norm", None):  # an embedding with max_norm writes in each pass
+            # an embedding with max_norm writes in each pass, and TorchScript takes no hooks
+            if _own(layer) and not getattr(layer, "max_norm", None) and not isinstance(layer, torch.jit.ScriptModule):
                 self._handles.append(layer.register_forward_hook(self._note))
         return self
 
