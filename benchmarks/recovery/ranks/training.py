@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
-from lightning_unified.step.sharding import rows
+from lightning_unified.step.sharding import saving
 
 __all__ = ["BATCHES", "FAULTS", "Case", "fit"]
 
@@ -181,7 +181,7 @@ class Strikes(L.Callback):
         elif fault == "half written":
             self._in_update(trainer.optimizers[0])
         elif fault == "save":
-            _before(rows, "_memory", self.fail)
+            _before(saving._Writer, "write_data", self.fail)
         elif fault == "SIGTERM":
             self._path.touch()
             os.kill(os.getpid(), signal.SIGTERM)
