@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +92,8 @@ class EvaluationSteps:
         check, whole = self._check(phase, _loader_of(rest)), lambda micro_batch: step(micro_batch, *rest)
         splitter, checks = self._policy.batches.splitter(STAGES[phase]), self._policy.batches.checks(STAGES[phase])
         own, likely = self._request(batch, shape), self._policy.splits.loss_rule
-        learn = partial(check.learn, whole, own, likely=likely)
+        # few rows may be alike where others are not
+        learn = partial(check.learn, whole, replace(own, micro_batch_size=own.rows), likely=likely)
         if checks:
             check.look(whole, own, likely=likely)
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
