@@ -31,7 +31,8 @@ from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRu
 from lightning_unified.step.exactness.trials.learning import learn_results
 from lightning_unified.step.exactness.trials.refusals import refusal_of_state
 from lightning_unified.step.recovery.oom import caught
-from lightning_unified.step.results.merging import MicroBatchWeights, merged, same
+from lightning_unified.step.results.merging import MicroBatchWeights, merged
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import all_values
 
 __all__ = ["EvaluationCheck"]

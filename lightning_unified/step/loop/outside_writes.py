@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import same
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.undo import TRAINING_STEP
 from lightning_unified.step.undo.functions import names_attribute
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 

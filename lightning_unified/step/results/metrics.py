@@ -11,7 +11,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.undo import Roots, StateWatch
 
 __all__ = [

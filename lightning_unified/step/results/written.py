@@ -29,7 +29,8 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import UNWRITTEN, is_known, is_mergeable, learn_entry, merge_entry
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
 from lightning_unified.step.undo.changes import Change, changes_since, is_same, moved_since, versions_of

@@ -8,8 +8,9 @@ from torch import Tensor
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
-from lightning_unified.step.results.merging import MicroBatchWeights, same
+from lightning_unified.step.results.merging import MicroBatchWeights
 from lightning_unified.step.results.metrics import reduced, without_seams
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
 

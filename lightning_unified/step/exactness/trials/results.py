@@ -19,8 +19,8 @@ from torchmetrics import Metric
 from lightning_unified.step.exactness.draws.replay import DrawMode
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
-from lightning_unified.step.results.merging import same
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
 from lightning_unified.step.results.written import Written, written_since
 from lightning_unified.step.split.containers import entries_of, with_entries

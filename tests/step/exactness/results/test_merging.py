@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import FIGURES, MergeTable, MicroBatchWeights, fitting, merged, same
+from lightning_unified.step.results.merging import FIGURES, MergeTable, MicroBatchWeights, fitting, merged
+from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import all_values, learn_tree, merge_tree, undecided_paths
 
 SIZES = [1, 2, 5]

@@ -1,0 +1,80 @@
+"""Compare values of any kind up to rounding."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["same", "size_of"]
+
+
+def same(one: Any, other: Any, *, tolerance: float = 0.0, size: float = 0.0) -> bool:
+    """Return whether two values are equal up to rounding.
+
+    NaN equals NaN. Containers are compared entry by entry.
+
+    Args:
+        one: A value.
+        other: The value that it is compared with.
+        tolerance: Largest difference that counts as rounding, relative to the largest entry of `other`.
+        size: Magnitude that it is relative to at least; for results of sums, their largest summand.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same_tensors(one.detach(), other.detach(), tolerance, size)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and _same_arrays(one, other, tolerance, size)
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return (math.isnan(one) and math.isnan(other)) or math.isclose(
+            one, other, rel_tol=tolerance, abs_tol=tolerance * size
+        )
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(same(*pair, tolerance=tolerance) for pair in zip(one, other, strict=True))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key], tolerance=tolerance) for key in one)
+    if type(one) is not type(other):
+        return False
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _same_tensors(one: Tensor, other: Tensor, tolerance: float, size: float) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout is not other.layout:
+        return False
+    if one.layout is torch.sparse_coo:
+        one, other = one.coalesce(), other.coalesce()
+        places = one.indices().shape == other.indices().shape and bool(
+            (one.indices() == other.indices().to(one.device)).all()
+        )
+        return places and _same_tensors(one.values(), other.values(), tolerance, size)
+    if one.layout is not torch.strided:
+        return False
+    if one.device != other.device:
+        other = other.to(one.device)
+    if tolerance == 0.0 or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other) or (
+            one.is_floating_point() and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+        )
+    size = max(size, size_of(other))  # rounding scales with the largest summands
+    return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
+
+
+def _same_arrays(one: Any, other: Any, tolerance: float, size: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind not in "fc":
+        return bool((one == other).all())
+    size = max(size, float(np.abs(other[np.isfinite(other)]).max(initial=0.0)))
+    return bool(np.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
+
+
+def size_of(value: Any) -> float:
+    """Return the largest finite magnitude in a number, tensor or array; 0.0 if there is none."""
+    entries = torch.as_tensor(value).detach()
+    entries = entries.coalesce().values() if entries.layout is torch.sparse_coo else entries
+    finite = entries[entries.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
