@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.sameness import same, size_of
 
 __all__ = ["MergeTable", "MicroBatchWeights", "fitting", "merged"]
 
