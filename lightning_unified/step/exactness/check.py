@@ -245,7 +245,7 @@ class ExactnessCheck:
         if not self._verdict.conclusive:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
-        compared = micro_batches if bends.is_mixed else ()
+        compared = micro_batches if self._profiles.news(facts) and bends.is_mixed else ()
         own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared)
         self._checked(own, is_due=lambda: bool(self._profiles.news(facts)))
         self._profiles.add(facts)
