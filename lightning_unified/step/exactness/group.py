@@ -91,6 +91,10 @@ class Alone:
         """Run the passes of a step inside the block, and leave the module as it is between steps."""
         return nullcontext()
 
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is set in one of the processes: a decision by which all run the same passes."""
+        return flag
+
     def joined(self, samples: list[Tensor]) -> list[Tensor]:
         """Return the entries of each parameter's gradient that all processes have, given those of this process."""
         return samples

@@ -64,6 +64,8 @@ class ShardedChecks(Alone):
         source, self._served = asking[self._served % len(asking)], self._served + 1  # not always the first rank's batch
         is_own = source == self._ranks.rank
         sent = self._ranks.broadcast_object(_packed(own) if is_own else None, source=source)
+        if sent is None:
+            raise MemoryError(f"rank {source} has no memory to send a batch that is to be checked")
         if isinstance(sent, str):
             raise SplitError(sent)
         request, reason = (own, None) if is_own else caught(partial(_unpacked, sent, own, self._device))
@@ -74,7 +76,8 @@ class ShardedChecks(Alone):
 
     @override
     def agreed(self, found: Findings | str | SplitError, rules: Sequence[LossRule]) -> Findings | str:
-        said = self._ranks.exchange(Point.CHECK, _said(found))
+        self._meet(0)
+        said = self._ranks.gathered(_said(found))
         if refusals := [text for kind, text in said if kind == "refused"]:
             raise found if isinstance(found, SplitError) else SplitError(refusals[0])
         if undecided := [text for kind, text in said if kind == "undecided"]:
@@ -95,7 +98,7 @@ class ShardedChecks(Alone):
         answers = (True, None, False)  # the last that a rank gives decides
 
         def everywhere(rows: int) -> bool | None:
-            return answers[self._ranks.most(answers.index(fits(rows)))]
+            return answers[max(word.digest for word in self._meet(answers.index(fits(rows))))]
 
         return everywhere
 
@@ -128,9 +131,31 @@ class ShardedChecks(Alone):
         try:
             yield
             failed = False
+        except RankError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._require_failure_everywhere(error)
+            raise
         finally:
             self._shards.leave(failed=failed)
             collectives.vote = vote
+
+    @override
+    def any(self, flag: bool) -> bool:
+        words = self._hear(int(flag))
+        if any(word.digest > 1 for word in words):  # the vote of a collective
+            refuse_other_collectives(words)
+        return any(word.digest for word in words)
+
+    def _require_failure_everywhere(self, error: Exception) -> None:
+        """Raise `RankError` unless the step has failed on all ranks, which run the same rows."""
+        mine = zlib.crc32(type(error).__name__.encode())
+        words = self._ranks.meet(Point.GATHER, digest=mine)
+        if any(word.digest != mine for word in words):
+            raise RankError(
+                f"the step of rank {self._ranks.rank} failed on rows of a check that other ranks ran ({type(error).__name__}: {error})"
+            ) from error
 
     @override
     def joined(self, samples: list[Tensor]) -> list[Tensor]:
@@ -165,12 +190,14 @@ def _said(found: Findings | str | SplitError) -> tuple[str, Any]:
     return "found", ({rule.name for rule in found.agreeing}, found.rejected, found.is_thin)
 
 
-def _packed(own: Request) -> bytes | str:
-    """Return a rank's request for the others; the text of a refusal if it cannot be sent."""
+def _packed(own: Request) -> bytes | str | None:
+    """Return a rank's request for the others; the text of a refusal if it cannot be sent, and None if memory ran out."""
     file = io.BytesIO()
     try:
         torch.save((own.batch, replace(own, kwargs=OrderedDict())), file)
     except Exception as error:  # the batch may hold any object of the user's
+        if is_out_of_memory(error):
+            return None
         return (
             f'hold="shards" cannot send a batch to the other ranks, which check together that it splits exactly ({type(error).__name__}: {error}). '
             'Let collate_fn return values that pickle can write; or give hold="parameters", or check_split=False.'

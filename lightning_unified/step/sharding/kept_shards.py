@@ -39,6 +39,10 @@ class KeptShards(Replicas):
         self.collectives.vote = None
         if failed:
             reset_iteration(self._roots, reshards=True)
+        self.free()
+
+    def free(self) -> None:
+        """Free gathered parameters: a forward pass without gradients leaves those of the root."""
         for root in self._roots:
             root.reshard()
 
@@ -60,5 +64,6 @@ def refuse_other_collectives(words: Sequence[Word]) -> None:
     if len({word.digest for word in words if word.outcome is Outcome.WELL}) > 1:
         raise RankError(
             "the ranks came to different collectives of the sharded module, because their steps take different paths (a layer or a loss "
-            'that only some ranks have in this batch). Let every rank run the same layers, or give hold="parameters".'
+            "that only some ranks have in this batch), or because one of them failed, which its own output says. Let every rank run the same "
+            'layers, or give hold="parameters".'
         )

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -80,6 +81,18 @@ class LockstepOptimization(ShardedUpdate):
             window.unit = max(word.terms for word in words) or 1.0
 
     @override
+    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
+        if not self._policy.options.recover:  # no attempt has agreed, and none votes
+            self._agree(self._batches.splitter.shape(next(iter(kwargs.values()))))
+        return super()._make_closure(kwargs, optimizer, batch_idx)
+
+    def _agree(self, shape: BatchShape | None) -> None:
+        """Agree on the number of micro-batches, and vote from here on."""
+        if agree_on_num_micro_batches(self._ranks, self._policy.sizes, shape) > 1:
+            _refuse_split(self.trainer, self._distributed_policy, "fit")
+        self._shards.collectives.vote = self._vote
+
+    @override
     def has_terms(self) -> bool:
         return True  # every rank runs every backward pass
 
@@ -105,10 +118,7 @@ class LockstepOptimization(ShardedUpdate):
 
     @override
     def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        num_micro_batches = agree_on_num_micro_batches(self._ranks, self._policy.sizes, self._shape)
-        if num_micro_batches > 1:
-            _refuse_split(self.trainer, self._distributed_policy, "fit")
-        self._shards.collectives.vote = self._vote
+        self._agree(self._shape)
         outputs, reason = super()._run_attempt(run)
         self._shards.leave(failed=reason is not None)
         return outputs, reason
@@ -135,7 +145,7 @@ class LockstepEvaluation(EvaluationSteps):
         super().__init__(trainer, policy, planner=planner)
         self._ranks, self._shards, self._distributed_policy = ranks, shards, policy
         self._heard: list[str] = []
-        self._group = ShardedChecks(ranks, shards, device=trainer.strategy.root_device, meet=self._meet)
+        self._group = ShardedChecks(ranks, shards, device=trainer.strategy.root_device, meet=self._meet_for_check)
 
     @override
     def _attempt(
@@ -146,8 +156,13 @@ class LockstepEvaluation(EvaluationSteps):
                 _refuse_split(self._trainer, self._distributed_policy, STAGES[phase])
             self._heard = []
 
+            def freed(*args: Any) -> Any:
+                output = step(*args)
+                self._shards.free()  # a check begins from shards
+                return output
+
             def all_run() -> Any:
-                output = super(LockstepEvaluation, self)._attempt(step, batch, rest, shape=shape, phase=phase)
+                output = super(LockstepEvaluation, self)._attempt(freed, batch, rest, shape=shape, phase=phase)
                 self._meet()
                 return output
 
@@ -160,13 +175,16 @@ class LockstepEvaluation(EvaluationSteps):
             raise MemoryError(reason)
         return output
 
-    def _meet(self, digest: int = 0) -> list[Word]:
+    def _meet_for_check(self, digest: int) -> list[Word]:
+        return self._meet(digest, point=Point.CHECK)
+
+    def _meet(self, digest: int = 0, *, point: Point = Point.GATHER) -> list[Word]:
         """Meet the other ranks within an attempt.
 
         Raises:
             MemoryError: If one of them ran out of memory.
         """
-        words = self._ranks.meet(Point.GATHER, digest=digest)
+        words = self._ranks.meet(point, digest=digest)
         if short := [word for word in words if word.outcome is not Outcome.WELL]:
             self._heard.append(f"rank {short[0].rank} ran out of memory: {short[0].text}")
             raise MemoryError(self._heard[0])

@@ -48,9 +48,10 @@ class Judge:
             self._learn(comparison, _closest(comparison, rules), repeat=runs.repeated, since=since)
             return undecided
         noise = _DRAWN if comparison.is_drawn else ""
-        if comparison.none_agrees(rules) and comparison.troubles:
+        if comparison.none_agrees(rules) and self._runner.anywhere(bool(comparison.troubles)):
             comparison = runs.without_noise(comparison, rules)
-            noise = f"{_DRAWN}; gradients were compared without them ({comparison.troubles[0]})"
+            why = comparison.troubles[0] if comparison.troubles else "another rank could not replay them"
+            noise = f"{_DRAWN}; gradients were compared without them ({why})"
         off = {rule.name: comparison.off(rule) for rule in rules}
         best = min(off.values(), key=lambda one: one.excess)
         allowed = 1.0
@@ -86,7 +87,7 @@ class Judge:
         if whole.loss is not None:
             losses = [run.loss for run in split.runs]
             self._tables.outputs.learn("loss", losses, whole.loss, weights, tolerance=tolerance)
-        if troubles:
+        if self._runner.anywhere(bool(troubles)):
             again = differing(whole.written, repeat().written)
             troubles = [path for path in troubles if path not in again]
         if troubles:

@@ -26,7 +26,7 @@ from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_writes,
 )
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
-from lightning_unified.step.exactness.trials.used_weights import UsedWeights
+from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
@@ -102,8 +102,13 @@ class Runner:
         with self._precise(), aside(self._trainer, results, draws, in_eval=in_eval, state=self._state) as gather:
             parameters = parameters_of_step(self._trainer)
             scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            shards = None if self._group.has_whole_parameters else NotedShards(parameters)
             with self._group.passes(), torch.enable_grad():
                 result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
+            after = None if shards is None else shards.written
+            if self._group.any(after is not None):
+                name = "rows of another rank" if after is None else self._named(after)
+                raise SplitError(refusal_of_writes(type(self.module).__name__, name))
             self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
             gradient = sample_gradients(self._sampled, scale=scale, joined=self._group.joined)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(result.extra)))
@@ -121,8 +126,8 @@ class Runner:
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
-        used = UsedWeights(self.module)
-        with used if self._group.has_whole_parameters else nullcontext(), draws, self.counters.watching():
+        used = UsedWeights(self.module, is_whole=self._group.has_whole_parameters)
+        with used, draws, self.counters.watching():
             result = self._step(own)
         if (switched := used.switched) is not None:
             raise SplitError(refusal_of_switches(type(self.module).__name__, self._named(switched)))
@@ -172,6 +177,10 @@ class Runner:
         except Exception as error:
             return None if is_out_of_memory(error) else error
         return None
+
+    def anywhere(self, flag: bool) -> bool:
+        """Return whether `flag` is set in one of the processes that run the step."""
+        return self._group.any(flag)
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has the given index."""

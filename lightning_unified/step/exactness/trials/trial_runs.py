@@ -48,7 +48,7 @@ class TrialRuns:
         if whole is None:
             watch = NoDraws(generators)
             whole = self._whole(watch)
-            if watch.has_drawn or whole.draws_on_host:
+            if self._runner.anywhere(watch.has_drawn or whole.draws_on_host):
                 self._runner.draws_in_eval = True
                 return None
             self._quiet_wholes[rows] = whole
@@ -60,10 +60,12 @@ class TrialRuns:
         The backward pass seldom draws.
         """
         comparison = self._compared(order="interleaved", covers_backward=False)
-        if comparison.says_nothing or not comparison.is_drawn or not comparison.none_agrees(rules):
+        if comparison.says_nothing or not comparison.none_agrees(rules):
+            return comparison
+        if not self._runner.anywhere(comparison.is_drawn):
             return comparison
         comparison = self._compared(order="interleaved", covers_backward=True)
-        if not comparison.is_ordered or not comparison.none_agrees(rules):
+        if not comparison.none_agrees(rules) or not self._runner.anywhere(comparison.is_ordered):
             return comparison
         other = self._compared(order="blocks", covers_backward=True)
         return comparison if other.none_agrees(rules) else other

@@ -7,8 +7,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["UsedWeights"]
+__all__ = ["NotedShards", "UsedWeights"]
 
 _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
 
@@ -22,10 +23,11 @@ class UsedWeights:
 
     Args:
         module: The module whose step runs.
+        is_whole: Whether parameters are whole. Otherwise only their `requires_grad` is noted: `NotedShards` compares the values.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, is_whole: bool) -> None:
+        self._module, self._is_whole = module, is_whole
         self._handles: list[Any] = []
         self._used: dict[nn.Module, list[float]] = {}
         self._trained: dict[nn.Module, list[bool]] = {}
@@ -47,7 +49,7 @@ class UsedWeights:
         if layer not in self._trained:
             self._trained[layer] = [one.requires_grad for one in _own(layer)]
             with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
-                self._used[layer] = _norms(_trained(layer))
+                self._used[layer] = _norms(_trained(layer)) if self._is_whole else []
 
     @property
     def switched(self) -> Tensor | None:
@@ -65,11 +67,42 @@ class UsedWeights:
             own = _trained(layer)
             if len(own) != len(before):
                 continue  # the step has frozen some
-            for parameter, was, now in zip(own, before, _norms(own), strict=True):
-                eps = torch.finfo(torch.float64 if parameter.dtype == torch.float64 else torch.float32).eps
-                if abs(now - was) > _ROUNDING * eps * max(abs(was), abs(now)):
-                    return parameter
+            if (changed := _first_changed(own, before)) is not None:
+                return changed
         return None
+
+
+class NotedShards:
+    """The trained rows of this rank, before a step.
+
+    They may not be written in the step at all: which rank's pass has used them cannot be told.
+
+    Args:
+        parameters: The parameters of the step.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._own = [one for one in parameters if one.requires_grad and _rows(one).numel()]
+        self._before = _norms([_rows(one) for one in self._own])
+
+    @property
+    def written(self) -> Tensor | None:
+        """A parameter that was written since; None without one."""
+        return _first_changed(self._own, self._before)
+
+
+def _first_changed(parameters: Sequence[Tensor], before: Sequence[float]) -> Tensor | None:
+    now = _norms([_rows(one) for one in parameters])
+    for parameter, was, norm in zip(parameters, before, now, strict=True):
+        eps = torch.finfo(torch.float64 if parameter.dtype == torch.float64 else torch.float32).eps
+        if abs(norm - was) > _ROUNDING * eps * max(abs(was), abs(norm)):
+            return parameter
+    return None
+
+
+def _rows(parameter: Tensor) -> Tensor:
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _own(layer: nn.Module) -> list[Tensor]:
