@@ -68,6 +68,43 @@ class ContrastiveValidation(Deep):
         super().validation_step(batch, batch_idx)
 
 
+class Wrapped(Deep):
+    """Holds the network as a submodule, and validates by calling its layers: the root's forward never runs."""
+
+    def validation_step(self, batch, batch_idx):
+        hidden = self.norm(self.embed(batch["tokens"]))
+        self.log("val", F.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten()), sync_dist=True)
+
+
+class Clamping(Deep):
+    """Clips its weights after the forward pass."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for parameter in self.blocks.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        return loss
+
+
+class DrawsOnFirst(Deep):
+    """Draws a number on the first rank only, such as that of a row to show."""
+
+    def training_step(self, batch, batch_idx):
+        if self.part[0] == 0:
+            print("row", int(torch.randint(2, ())))
+        return super().training_step(batch, batch_idx)
+
+
+class FailsOnSecond(Deep):
+    """Fails on the second rank, for few rows."""
+
+    def training_step(self, batch, batch_idx):
+        if self.part[0] == 1 and len(batch["tokens"]) < 3:
+            raise KeyError("no such column")
+        return super().training_step(batch, batch_idx)
+
+
 class ContrastiveAtTimes(Contrastive):
     """Compares rows on the second rank only, from the batch on in which its tokens end."""
 
@@ -114,6 +151,10 @@ KINDS = {
     "logs at times": LogsAtTimes,
     "sealed": Sealed,
     "contrastive validation": ContrastiveValidation,
+    "wrapped": Wrapped,
+    "clamping": Clamping,
+    "draws on first": DrawsOnFirst,
+    "fails on second": FailsOnSecond,
 }
 
 
@@ -165,6 +206,10 @@ def windows_by_terms(*rows: Any) -> list[list[torch.Tensor]]:
         ]
         for size in rows
     ]
+
+
+def failing(recover: bool) -> dict[str, Any]:
+    return run("fails on second", recover=recover)
 
 
 def short_of_memory() -> dict[str, Any]:

@@ -24,6 +24,18 @@ def several():
     )
 
 
+@cache
+def more():
+    return on_ranks(
+        sharded_checks.several,
+        ("wrapped", 1),
+        ("wrapped", 8),
+        ("clamping", 1),
+        ("draws on first", 1),
+        ("draws on first", 8),
+    )
+
+
 def test_a_batch_split_after_a_check_trains_as_a_whole_one():
     for split, whole, *_ in several():
         assert (split["checks"] > 0, whole["checks"]) == (True, 0)
@@ -75,3 +87,28 @@ def test_all_ranks_check_fewer_rows_if_one_lacks_memory_for_more():
 
     assert first["checks"] == second["checks"] > 0
     assert torch.equal(first["weights"], second["weights"])
+
+
+def test_a_validation_that_calls_layers_alone_is_checked_too():
+    for split, whole, *_ in more():
+        torch.testing.assert_close(split["weights"], whole["weights"], rtol=0, atol=1e-10)
+        assert split["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], abs=1e-10)
+
+
+def test_all_ranks_refuse_weights_that_are_written_in_the_step():
+    for _, _, refused, *_ in more():
+        assert "in its step, after its forward pass has used it" in refused["refused"]
+
+
+def test_a_draw_on_one_rank_alone_ends_no_run():
+    for *_, split, whole in more():
+        torch.testing.assert_close(split["weights"], whole["weights"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("recover", [True, False])
+def test_a_step_that_fails_on_one_rank_alone_ends_all_and_says_why(recover):
+    first, second = on_ranks(sharded_checks.failing, recover)
+
+    assert "RankError" in first["refused"]
+    assert "the step of rank 1 failed" in second["refused"]
+    assert "no such column" in second["refused"]
