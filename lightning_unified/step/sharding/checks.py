@@ -191,7 +191,10 @@ def _said(found: Findings | str | SplitError) -> tuple[str, Any]:
 
 
 def _packed(own: Request) -> bytes | str | None:
-    """Return a rank's request for the others; the text of a refusal if it cannot be sent, and None if memory ran out."""
+    """Return a rank's request for the others.
+
+    The text of a refusal if it cannot be sent, None if memory ran out.
+    """
     file = io.BytesIO()
     try:
         torch.save((own.batch, replace(own, kwargs=OrderedDict())), file)
