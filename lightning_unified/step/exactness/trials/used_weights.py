@@ -29,7 +29,7 @@ class UsedWeights:
     def __init__(self, module: nn.Module, *, is_whole: bool) -> None:
         self._module, self._is_whole = module, is_whole
         self._handles: list[Any] = []
-        self._used: dict[nn.Module, list[float]] = {}
+        self._used: dict[nn.Module, tuple[list[Tensor], list[float]]] = {}
         self._trained: dict[nn.Module, list[bool]] = {}
 
     def __enter__(self) -> Self:
@@ -46,10 +46,12 @@ class UsedWeights:
             handle.remove()
 
     def _note(self, layer: nn.Module, _arguments: Any, _result: Any) -> None:
-        if layer not in self._trained:
+        # `torch.func.functional_call` puts other tensors in their place for a call
+        if layer not in self._trained and all(isinstance(one, nn.Parameter) for one in _own(layer)):
             self._trained[layer] = [one.requires_grad for one in _own(layer)]
             with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
-                self._used[layer] = _norms(_trained(layer)) if self._is_whole else []
+                own = _trained(layer) if self._is_whole else []
+                self._used[layer] = own, _norms(own)
 
     @property
     def switched(self) -> Tensor | None:
@@ -63,13 +65,8 @@ class UsedWeights:
     @property
     def written(self) -> Tensor | None:
         """A parameter that was written since; None without one."""
-        for layer, before in self._used.items():
-            own = _trained(layer)
-            if len(own) != len(before):
-                continue  # the step has frozen some
-            if (changed := _first_changed(own, before)) is not None:
-                return changed
-        return None
+        changed = (_first_changed(own, before) for own, before in self._used.values())
+        return next((one for one in changed if one is not None), None)
 
 
 class NotedShards:

@@ -155,9 +155,18 @@ def test_parameters_that_are_written_after_their_use_are_refused(kind):
         run(kind, UnifiedStrategy(micro_batch_size=3))
 
 
-def test_parameters_that_are_written_before_their_use_train_as_with_whole_batches():
-    whole, _ = run(NormalizesBefore, "auto")
-    split, _ = run(NormalizesBefore, UnifiedStrategy(micro_batch_size=3))
+class FunctionalCall(Writes):
+    """Computes with other weights in its parameters' place."""
+
+    def training_step(self, batch, batch_idx):
+        fast = {name: 1.01 * one for name, one in self.net.named_parameters()}
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(self.net, fast, batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("kind", [NormalizesBefore, FunctionalCall])
+def test_parameters_that_are_written_before_their_use_train_as_with_whole_batches(kind):
+    whole, _ = run(kind, "auto")
+    split, _ = run(kind, UnifiedStrategy(micro_batch_size=3))
 
     torch.testing.assert_close(weights(split), weights(whole), rtol=0, atol=1e-10)
 
