@@ -10,7 +10,7 @@ import lightning as L
 
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
-from lightning_unified.step.exactness.group import Alone, Request
+from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_results import SplitResults
@@ -37,7 +37,7 @@ class EvaluationSteps:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
         self._trainer, self._policy, self._planner = trainer, policy, planner
-        self._group = Alone()
+        self._group = CheckGroup()
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._encoders: dict[str, Encoders | None] = {}
@@ -121,8 +121,10 @@ class EvaluationSteps:
             return check.undecided(micro_batches, sizes) | results.undecided(weights())
 
         if checks:
-            learn(is_due=lambda: not check.ambiguous >= undecided())
-            if new := undecided() - check.ambiguous:
+            new = undecided() - check.ambiguous
+            if learn(is_due=lambda: bool(new)):
+                new = undecided() - check.ambiguous
+            if new:
                 check.ambiguous |= new
                 self._policy.notices.say_ambiguous(new, phase=phase)
         if phase == "predict":
@@ -137,7 +139,7 @@ class EvaluationSteps:
     def _learn_more(
         self,
         check: EvaluationCheck,
-        learn: Callable[..., None],
+        learn: Callable[..., bool],
         phase: str,
         table: MergeTable,
         paths: Sequence[str],

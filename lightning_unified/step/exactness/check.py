@@ -30,7 +30,7 @@ from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.group import Alone, Request
+from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import likeliest
 from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.tables import Tables
@@ -73,9 +73,9 @@ class ExactnessCheck:
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
         make_room: Callable[[], None] = lambda: None,
-        group: Alone | None = None,
+        group: CheckGroup | None = None,
     ) -> None:
-        self._group = group or Alone()
+        self._group = group or CheckGroup()
 
         self._trainer, self._rules, self._splitter, self._make_room = trainer, rules, splitter, make_room
         self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()

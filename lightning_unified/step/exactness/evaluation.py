@@ -24,7 +24,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
-from lightning_unified.step.exactness.group import Alone, Request
+from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, may_count, shares
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRuns, EvaluationTrial
@@ -61,7 +61,13 @@ class EvaluationCheck:
     """
 
     def __init__(
-        self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool, group: Alone
+        self,
+        trainer: L.Trainer,
+        *,
+        rules: MicroBatchRules,
+        split: Callable[..., Any],
+        predicts: bool,
+        group: CheckGroup,
     ) -> None:
         self._module, self._rules, self._predicts = trainer.lightning_module, rules, predicts
         self._group, self._runs = group, EvaluationRuns(trainer, split, group=group)
@@ -94,17 +100,18 @@ class EvaluationCheck:
 
         self.learn(step, own, likely=likely, is_due=is_due)
 
-    def learn(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, is_due: Callable[[], bool]) -> None:
-        """Check a batch now if that is due, and those of other processes of the group.
+    def learn(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, is_due: Callable[[], bool]) -> bool:
+        """Check a batch now if that is due, and those of other processes; return whether any was.
 
         The arguments are those of `look`; `is_due` returns whether a check of this process's batch is due.
         """
-        is_done = False
+        is_done = has_checked = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
             self._check(step, asked, likely)
             self._profiles.add(asked.facts)
-            self._checked_at = self._batches
+            self._checked_at, has_checked = self._batches, True
             is_done = is_done or asked is own
+        return has_checked
 
     def _check(self, step: Callable[[Any], Any], asked: Request, likely: LossRule) -> None:
         unit, refusal = asked.unit, None

@@ -12,7 +12,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 
-__all__ = ["Alone", "Request"]
+__all__ = ["CheckGroup", "Request"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Request:
         return next(iter(self.kwargs.values()))
 
 
-class Alone:
-    """A process that checks its own batches, and has whole parameters to check them with.
+class CheckGroup:
+    """The processes that run each check together: this one alone, with whole parameters.
 
     Ranks that hold shards cannot run a pass alone. `step.sharding.checks` has their group.
     """
@@ -91,7 +91,7 @@ class Alone:
         """Run the passes of a step inside the block, and leave the module as it is between steps."""
         return nullcontext()
 
-    def any(self, flag: bool) -> bool:
+    def anywhere(self, flag: bool) -> bool:
         """Return whether `flag` is set in one of the processes: a decision by which all run the same passes."""
         return flag
 

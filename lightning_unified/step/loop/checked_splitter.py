@@ -17,8 +17,9 @@ from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
-from lightning_unified.step.exactness.group import Alone, Request
+from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.trials.refusals import WrittenWeightsError
 from lightning_unified.step.exactness.verdict import batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -63,7 +64,7 @@ class CheckedSplitter:
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._fits = fits
         self._moves_by_hook = _moves_by_hook(trainer)
-        self._group = Alone()
+        self._group = CheckGroup()
         self.before_refusal: Callable[[], None] = lambda: None
         self.check = self._new_check()
 
@@ -75,7 +76,7 @@ class CheckedSplitter:
         if not self._moves_by_hook:
             self.check.host_figures.note(host, moved)
 
-    def check_together(self, group: Alone) -> None:
+    def check_together(self, group: CheckGroup) -> None:
         """Let the processes of a group run each check together, from the first batch on."""
         self._group = group
         self.check = self._new_check()
@@ -129,7 +130,7 @@ class CheckedSplitter:
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
         except SplitError as refusal:
             self.before_refusal()
-            if policy.sizing.goes_whole(refusal):
+            if not isinstance(refusal, WrittenWeightsError) and policy.sizing.goes_whole(refusal):
                 return WholeBatch(whole)
             raise
         if overrides(self._trainer, "on_before_backward"):

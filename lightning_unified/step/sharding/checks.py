@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import RankError, SplitError
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.group import Alone, Request
+from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.recovery.generators import GeneratorWatch
@@ -37,7 +37,7 @@ from lightning_unified.step.sharding.kept_shards import KeptShards, refuse_other
 __all__ = ["ShardedChecks"]
 
 
-class ShardedChecks(Alone):
+class ShardedChecks(CheckGroup):
     """Ranks that run the checks of a sharded module together.
 
     Args:
@@ -142,7 +142,7 @@ class ShardedChecks(Alone):
             collectives.vote = vote
 
     @override
-    def any(self, flag: bool) -> bool:
+    def anywhere(self, flag: bool) -> bool:
         words = self._hear(int(flag))
         if any(word.digest > 1 for word in words):  # the vote of a collective
             refuse_other_collectives(words)

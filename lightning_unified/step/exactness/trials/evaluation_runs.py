@@ -8,7 +8,7 @@ import lightning as L
 
 from lightning_unified.errors import RankError, SplitError, UndoError
 from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
-from lightning_unified.step.exactness.group import Alone
+from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
@@ -49,7 +49,7 @@ class EvaluationRuns:
         has_drawn: Whether a step has drawn random numbers.
     """
 
-    def __init__(self, trainer: L.Trainer, split: Callable[..., Any], *, group: Alone) -> None:
+    def __init__(self, trainer: L.Trainer, split: Callable[..., Any], *, group: CheckGroup) -> None:
         self._trainer, self._split, self._group = trainer, split, group
         self.has_drawn = False
 

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.group import Alone
+from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.tables import Tables
@@ -103,7 +103,7 @@ class Examination:
         splitter: BatchSplitter,
         tables: Tables,
         fits: Callable[[int], bool | None],
-        group: Alone,
+        group: CheckGroup,
     ) -> None:
         self._trainer, self._runner, self._group = trainer, runner, group
         self._splitter, self._tables, self._fits = splitter, tables, fits

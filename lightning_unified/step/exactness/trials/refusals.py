@@ -1,8 +1,11 @@
-"""Error messages of trials: each names the module, the difference, and the ways out."""
+"""Errors of trials and their messages: each names the module, the difference, and the ways out."""
 
 from collections.abc import Sequence
 
+from lightning_unified.errors import SplitError
+
 __all__ = [
+    "WrittenWeightsError",
     "failure_on_rows",
     "refusal_of_gradients",
     "refusal_of_state",
@@ -54,45 +57,48 @@ def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
     )
 
 
-def refusal_of_updates(whose: str, parameter: str) -> str:
-    """Return the error message for a module whose backward pass writes trained parameters.
+class WrittenWeightsError(SplitError):
+    """A step writes trained parameters, and a check of it has written them too.
+
+    So its batch cannot go on whole.
+    """
+
+
+def refusal_of_updates(whose: str, parameter: str) -> SplitError:
+    """Return the error for a module whose backward pass writes trained parameters.
 
     Args:
         whose: The name of the module's class.
         parameter: The name of a parameter that is written.
     """
-    return (
+    return WrittenWeightsError(
         f"{whose} writes {parameter} during the backward pass, as an optimizer in a gradient hook does. With a split batch it would write after "
-        "each micro-batch. Let the Trainer's optimizer write it, or declare MicroBatchRules(splittable=False) to run batches whole."
+        "each micro-batch. Let the Trainer's optimizer write it, or declare MicroBatchRules(splittable=False) to run batches whole. "
+        f"{_WRITTEN}"
     )
 
 
-def refusal_of_writes(whose: str, parameter: str) -> str:
-    """Return the error message for a step that writes trained parameters after their use.
+def refusal_of_writes(whose: str, parameter: str) -> SplitError:
+    """Return the error for a step that writes trained parameters after their use.
 
-    Args:
-        whose: The name of the module's class.
-        parameter: The name of a parameter that is written.
+    The arguments are those of `refusal_of_updates`.
     """
-    return (
-        f"{whose} writes {parameter} in its step, after its forward pass has used it, and a split batch would run its other micro-batches with the "
-        "written weights. Write it in on_train_batch_end or optimizer_step, or declare MicroBatchRules(splittable=False) to run batches whole. "
-        "This check has written it too: go on from a checkpoint, or start anew."
-    )
+    late = _LATE.format(whose=whose, change=f"writes {parameter}", with_them="the written weights")
+    way_out = "Write it in on_train_batch_end or optimizer_step, or declare MicroBatchRules(splittable=False) to run batches whole."
+    return WrittenWeightsError(f"{late} {way_out} {_WRITTEN}")
 
 
-def refusal_of_switches(whose: str, parameter: str) -> str:
-    """Return the error message for a step that freezes or unfreezes parameters after their use.
-
-    Args:
-        whose: The name of the module's class.
-        parameter: The name of a parameter whose `requires_grad` changes.
-    """
-    return (
-        f"{whose} changes requires_grad of {parameter} in its step, after its forward pass has used it, and a split batch would run its other "
-        "micro-batches with that. Change it at the beginning of the step, in on_train_batch_start or on_train_batch_end, or declare "
+def refusal_of_switches(whose: str, parameter: str) -> SplitError:
+    """Return the error for a step that freezes or unfreezes a parameter after its use."""
+    late = _LATE.format(whose=whose, change=f"changes requires_grad of {parameter}", with_them="the change")
+    return SplitError(
+        f"{late} Change it at the beginning of the step, in on_train_batch_start or on_train_batch_end, or declare "
         "MicroBatchRules(splittable=False) to run batches whole."
     )
+
+
+_LATE = "{whose} {change} in its step, after its forward pass has used it, and a split batch would run its other micro-batches with {with_them}."
+_WRITTEN = "This check has written it too: go on from a checkpoint, or start anew."
 
 
 def failure_on_rows(step: str, rows: str, error: BaseException) -> str:

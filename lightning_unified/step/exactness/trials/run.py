@@ -13,13 +13,13 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_unified.errors import RankError, SplitError
+from lightning_unified.errors import RankError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
-from lightning_unified.step.exactness.group import Alone
+from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_switches,
     refusal_of_updates,
@@ -65,7 +65,7 @@ class Runner:
     """
 
     def __init__(
-        self, trainer: L.Trainer, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult], group: Alone
+        self, trainer: L.Trainer, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult], group: CheckGroup
     ) -> None:
         self._trainer, self._step, self._group = trainer, step, group
         self.module = trainer.lightning_module
@@ -106,9 +106,9 @@ class Runner:
             with self._group.passes(), torch.enable_grad():
                 result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
             after = None if shards is None else shards.written
-            if self._group.any(after is not None):
+            if self.anywhere(after is not None):
                 name = "rows of another rank" if after is None else self._named(after)
-                raise SplitError(refusal_of_writes(type(self.module).__name__, name))
+                raise refusal_of_writes(type(self.module).__name__, name)
             self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
             gradient = sample_gradients(self._sampled, scale=scale, joined=self._group.joined)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(result.extra)))
@@ -130,7 +130,7 @@ class Runner:
         with used, draws, self.counters.watching():
             result = self._step(own)
         if (switched := used.switched) is not None:
-            raise SplitError(refusal_of_switches(type(self.module).__name__, self._named(switched)))
+            raise refusal_of_switches(type(self.module).__name__, self._named(switched))
         for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
             parameter.grad = None
         loss = result.closure_loss
@@ -140,10 +140,10 @@ class Runner:
                 self.module.backward(loss * scale)
             written = [one for one, version in zip(parameters, versions, strict=True) if one._version != version]
             if written:
-                raise SplitError(refusal_of_updates(type(self.module).__name__, self._named(written[0])))
+                raise refusal_of_updates(type(self.module).__name__, self._named(written[0]))
         result.closure_loss = None
         if (after := used.written) is not None:
-            raise SplitError(refusal_of_writes(type(self.module).__name__, self._named(after)))
+            raise refusal_of_writes(type(self.module).__name__, self._named(after))
         return result
 
     def loss(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> Tensor | None:
@@ -180,7 +180,7 @@ class Runner:
 
     def anywhere(self, flag: bool) -> bool:
         """Return whether `flag` is set in one of the processes that run the step."""
-        return self._group.any(flag)
+        return self._group.anywhere(flag)
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has the given index."""

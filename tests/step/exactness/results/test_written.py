@@ -155,6 +155,25 @@ def test_parameters_that_are_written_after_their_use_are_refused(kind):
         run(kind, UnifiedStrategy(micro_batch_size=3))
 
 
+class ComparesRows(Writes):
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"])
+        return torch.nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+@pytest.mark.parametrize("kind", [ClipsAfterwards, WritesInHook, ComparesRows])
+def test_a_batch_whose_check_has_written_weights_does_not_go_on_whole(kind, monkeypatch):
+    strategy, asked = UnifiedStrategy(micro_batch_size=3), []
+    monkeypatch.setattr(strategy.policy.sizing, "goes_whole", lambda refusal: asked.append(refusal) or True)
+    if kind is ComparesRows:  # its check writes no weights
+        run(kind, strategy)
+        assert asked
+    else:
+        with pytest.raises(SplitError, match="This check has written it too"):
+            run(kind, strategy)
+        assert not asked
+
+
 class FunctionalCall(Writes):
     """Computes with other weights in its parameters' place."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.group import Alone
+from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.examination import Check, Examination
 
@@ -16,7 +16,12 @@ def examination(device):
     strategy = SimpleNamespace(root_device=torch.device(device))
     trainer = SimpleNamespace(strategy=strategy, precision_plugin=None)
     return Examination(
-        trainer, None, splitter=None, tables=Tables.of(MicroBatchRules().merge), fits=lambda rows: None, group=Alone()
+        trainer,
+        None,
+        splitter=None,
+        tables=Tables.of(MicroBatchRules().merge),
+        fits=lambda rows: None,
+        group=CheckGroup(),
     )
 
 
