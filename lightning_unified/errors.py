@@ -67,7 +67,16 @@ class PrecisionError(ConfigurationError):
 
 
 class SplitError(ConfigurationError):
-    """A batch or a module cannot be split into micro-batches."""
+    """A batch or a module cannot be split into micro-batches.
+
+    Args:
+        text: What cannot be split, and the ways out.
+        is_final: Whether the batch cannot run whole either, because a check of its step has written the weights.
+    """
+
+    def __init__(self, text: str = "", *, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_final = is_final
 
 
 class RunError(LightningUnifiedError, RuntimeError):

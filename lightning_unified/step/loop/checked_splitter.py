@@ -19,7 +19,6 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.trials.refusals import WrittenWeightsError
 from lightning_unified.step.exactness.verdict import batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -130,7 +129,7 @@ class CheckedSplitter:
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
         except SplitError as refusal:
             self.before_refusal()
-            if not isinstance(refusal, WrittenWeightsError) and policy.sizing.goes_whole(refusal):
+            if policy.sizing.goes_whole(refusal):
                 return WholeBatch(whole)
             raise
         if overrides(self._trainer, "on_before_backward"):

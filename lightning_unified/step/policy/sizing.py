@@ -180,7 +180,7 @@ class MicroBatchSizing:
         makes it need less memory. A run that has split batches already stops, because some of them may have been
         inexact.
         """
-        if self._splits.verdict is not None:
+        if self._splits.verdict is not None or refusal.is_final:
             return False
         if self.before_failure is not None and self.recompute_everything("because memory ran out"):
             self.training.load_state_dict(self.before_failure)

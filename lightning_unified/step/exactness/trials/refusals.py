@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from lightning_unified.errors import SplitError
 
 __all__ = [
-    "WrittenWeightsError",
     "failure_on_rows",
     "refusal_of_gradients",
     "refusal_of_state",
@@ -57,13 +56,6 @@ def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
     )
 
 
-class WrittenWeightsError(SplitError):
-    """A step writes trained parameters, and a check of it has written them too.
-
-    So its batch cannot go on whole.
-    """
-
-
 def refusal_of_updates(whose: str, parameter: str) -> SplitError:
     """Return the error for a module whose backward pass writes trained parameters.
 
@@ -71,10 +63,11 @@ def refusal_of_updates(whose: str, parameter: str) -> SplitError:
         whose: The name of the module's class.
         parameter: The name of a parameter that is written.
     """
-    return WrittenWeightsError(
+    return SplitError(
         f"{whose} writes {parameter} during the backward pass, as an optimizer in a gradient hook does. With a split batch it would write after "
         "each micro-batch. Let the Trainer's optimizer write it, or declare MicroBatchRules(splittable=False) to run batches whole. "
-        f"{_WRITTEN}"
+        f"{_WRITTEN}",
+        is_final=True,
     )
 
 
@@ -85,7 +78,7 @@ def refusal_of_writes(whose: str, parameter: str) -> SplitError:
     """
     late = _LATE.format(whose=whose, change=f"writes {parameter}", with_them="the written weights")
     way_out = "Write it in on_train_batch_end or optimizer_step, or declare MicroBatchRules(splittable=False) to run batches whole."
-    return WrittenWeightsError(f"{late} {way_out} {_WRITTEN}")
+    return SplitError(f"{late} {way_out} {_WRITTEN}", is_final=True)
 
 
 def refusal_of_switches(whose: str, parameter: str) -> SplitError:
