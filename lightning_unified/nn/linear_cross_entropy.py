@@ -19,6 +19,7 @@ from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, kernels_f
 __all__ = [
     "IGNORED",
     "chunk_rows_for",
+    "gradients_in_forward",
     "linear_cross_entropy",
     "trains_only_hidden",
 ]
@@ -26,6 +27,7 @@ __all__ = [
 _CHUNK_BYTES = 16 * 2**20
 # a smaller chunk rereads the sum of the weight's gradient more often: benchmarks/options/loss/chunked_loss.json
 _FUSED_CHUNK_BYTES = 512 * 2**20
+_FEWEST_IN_FORWARD = 1024  # judgement: rows; callers that ask for smaller chunks lack memory
 _MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 
 
@@ -60,9 +62,9 @@ def linear_cross_entropy(
     """Return `cross_entropy(transform(linear(hidden, weight, bias)), labels)`.
 
     Labels of -100 are not scored. With reduction "sum" or "mean", the forward pass computes the gradients of a chunk beside its losses, if
-    `chunk_rows` is None or `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden` and of the trained
-    ones of `weight` and `bias` (in fp32). Otherwise the backward pass computes the logits again. That takes about a third more time in this
-    layer, and no such tensor lives between the passes, while the rest of the network runs.
+    `chunk_rows` is None or at least 1024, or `weight` and `bias` are frozen. Between the passes it holds gradients of the size of `hidden`
+    and of the trained ones of `weight` and `bias` (in fp32). Otherwise the backward pass computes the logits again. That takes about a third
+    more time in this layer, and no such tensor lives between the passes, while the rest of the network runs.
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such
@@ -99,7 +101,7 @@ def linear_cross_entropy(
     else:
         rows = chunk_rows
     is_reduced, only_hidden = reduction != "none", trains_only_hidden(flat, weight, bias)
-    in_forward = is_reduced and (only_hidden or (chunk_rows is None and torch.is_grad_enabled()))
+    in_forward = is_reduced and (only_hidden or gradients_in_forward(chunk_rows))
     if _torch_does_it(flat) and transform is None and not fused and not only_hidden:
         summed = is_reduced and weight.nbytes <= _CHUNK_BYTES
         losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
@@ -179,6 +181,17 @@ def _torch_losses(
         ignore_index=IGNORED,
         options=options,
     )
+
+
+def gradients_in_forward(chunk_rows: int | None) -> bool:
+    """Return whether a reduced loss computes its gradients in the forward pass.
+
+    No logits are computed twice then.
+
+    Args:
+        chunk_rows: The rows of a chunk that the caller asked for; None where the caller leaves the number open.
+    """
+    return torch.is_grad_enabled() and (chunk_rows is None or chunk_rows >= _FEWEST_IN_FORWARD)
 
 
 def trains_only_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -20,7 +20,7 @@ __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed", "recomputes_by_its
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputePolicy:
-    """Which blocks recompute their activations, and whether they save attention outputs.
+    """Which activations are computed again in the backward pass.
 
     If some blocks recompute, they are always the first ones. The peak is at the beginning of the backward pass or where a block runs
     again. With the first blocks, the backward pass has freed the activations of all other blocks before one runs again. With the
@@ -31,34 +31,46 @@ class RecomputePolicy:
         blocks: Number of blocks, counted from the input, or `"all"`.
         keep_attention: Whether outputs of attention kernels (flash, memory-efficient, cuDNN) are saved, so that only the rest
             of a block runs twice.
+        kept: For compiled blocks, the share of their activations that their graphs keep: 0 to less than 1. Torch's partitioner then chooses
+            the cheapest operations to run again. None runs whole blocks again.
         of: Number of all blocks, for messages; None if unknown.
 
     Raises:
-        ValueError: If `blocks` is neither a count nor `"all"`.
+        ValueError: If `blocks` is neither a count nor `"all"`, or `kept` is no such share of all blocks.
     """
 
     blocks: int | Literal["all"]
     keep_attention: bool = False
+    kept: float | None = None
     of: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         counts = isinstance(self.blocks, int) and not isinstance(self.blocks, bool) and self.blocks >= 0
         if not counts and self.blocks != "all":
             raise ValueError(f'blocks={self.blocks!r}: give how many blocks are recomputed, 0 or more, or "all".')
+        if self.kept is not None and not (0 <= self.kept < 1 and self.blocks == "all" and not self.keep_attention):
+            raise ValueError(
+                f'kept={self.kept!r}: give a share from 0 to less than 1, with blocks="all" and no keep_attention.'
+            )
 
     @property
     def everything(self) -> bool:
         """Whether all of every block is recomputed."""
-        return self.blocks == "all" and not self.keep_attention
+        return self.blocks == "all" and not self.keep_attention and self.kept is None
 
     def choose(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the blocks that recompute, out of `blocks` in the order in which they run."""
         return list(blocks if self.blocks == "all" else blocks[: self.blocks])
 
     def __str__(self) -> str:
-        """Return a short description: `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"`."""
+        """Return a short description.
+
+        For example `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"` or `"all blocks, 30 % kept"`.
+        """
         if self.blocks == 0:
             return "none"
+        if self.kept is not None:
+            return f"all blocks, {100 * self.kept:.3g} % kept"
         known = "" if self.of is None or self.blocks == "all" else f" of {self.of}"
         plural = "" if self.blocks == 1 and self.of is None else "s"
         return f"{self.blocks}{known} block{plural}{', attention kept' if self.keep_attention else ''}"

@@ -12,7 +12,7 @@ import lightning as L
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import Blocks, find_blocks
-from lightning_unified.nn.compiled import is_compiled
+from lightning_unified.nn.compiled import KeepsShare, is_compiled, keeps_share
 from lightning_unified.nn.recomputing import RecomputePolicy, Recomputing
 
 __all__ = ["ActivationCheckpointing", "CheckpointedBlocks", "recompute_policies"]
@@ -20,6 +20,14 @@ __all__ = ["ActivationCheckpointing", "CheckpointedBlocks", "recompute_policies"
 log = logging.getLogger("lightning_unified")
 
 NONE, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
+_KEPT = (
+    0.5,
+    0.35,
+    0.3,
+    0.2,
+    0.1,
+    0.0,
+)  # of a compiled block's activations; shares between two of these gain a few percent of the step time
 
 
 class ActivationCheckpointing:
@@ -188,6 +196,7 @@ class CheckpointedBlocks:
         self._switch = has_switch(module)
         self._before = bool(module.recompute) if self._switch else False
         self._recomputing: Recomputing | None = None
+        self._keeping: list[KeepsShare] = []
         self.blocks: Blocks | None = None
         self.policy = policy
         if self._switch and policy in {NONE, ALL}:
@@ -212,6 +221,9 @@ class CheckpointedBlocks:
                 f"{error} A module that recomputes by itself has a `recompute` attribute in its class to set."
             ) from error
         plain = self.blocks.plain
+        if policy.kept is not None:
+            self._keep(policy.kept)
+            return
         count = policy.blocks if policy.blocks == "all" or policy.blocks < len(plain) else "all"
         self.policy = policy = RecomputePolicy(blocks=count, keep_attention=policy.keep_attention, of=len(plain))
         part = "" if count == "all" else f"the first {count} of "
@@ -222,9 +234,28 @@ class CheckpointedBlocks:
             policy.choose(plain), keep_attention=policy.keep_attention, left_out=self._left_out
         )
 
+    def _keep(self, share: float) -> None:
+        """Let the graphs of compiled blocks keep a share of their activations."""
+        assert self.blocks is not None
+        calls = [keeps_share(block) for block in self.blocks.plain]
+        self._keeping = [call for call in calls if call is not None]
+        if len(self._keeping) < len(calls) or not calls:
+            self._keeping = []
+            raise ConfigurationError(
+                f"{self.policy}: {self.blocks} are not compiled by the strategy, whose graphs alone can keep fewer activations. Set "
+                'memory.compile="blocks", or checkpoint a number of blocks.'
+            )
+        self.how = f"{self.blocks}, whose graphs keep {100 * share:.3g} % of their activations"
+        if self._switch:
+            self._module.recompute = False  # type: ignore[assignment]
+        for call in self._keeping:
+            call.keep(share)
+
     @property
     def count(self) -> int:
-        """Number of blocks that run again in the backward pass; 0 if they are unknown."""
+        """Number of blocks that run again as a whole in the backward pass; 0 if they are unknown."""
+        if self.policy.kept is not None:
+            return 0
         if self.policy.blocks != "all":
             return self.policy.blocks
         try:
@@ -237,6 +268,9 @@ class CheckpointedBlocks:
         if self._recomputing is not None:
             self._recomputing.remove()
             self._recomputing = None
+        for call in self._keeping:
+            call.keep(None)
+        self._keeping = []
         if self._switch:
             self._module.recompute = self._before  # type: ignore[assignment]
         self._switch = False
@@ -247,7 +281,7 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
     A module without blocks allows `NONE` only. Each number of blocks comes with and without saved attention outputs, because only a step
     shows whether the blocks have any attention. Compiled blocks come without: the modes that save these outputs see nothing of compiled
-    code.
+    code. Graphs of blocks that this package compiled keep shares of their activations instead, which costs less time for the same memory.
     """
     if has_switch(module) and not hasattr(module, "recompute_blocks"):
         return NONE, ALL
@@ -258,6 +292,8 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
     count = len(plain)
     if not count:
         return (NONE,)
+    if all(keeps_share(block) is not None for block in plain):
+        return NONE, *(RecomputePolicy(blocks="all", kept=share, of=count) for share in _KEPT)
     sizes = [*range(1, count), "all"]
     return NONE, *(
         RecomputePolicy(blocks=size, keep_attention=keep, of=count)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.compiled import COMPILED_CALL, COMPILED_FORWARDS, compiled_parts, mark_rows
+from lightning_unified.nn.compiled import COMPILED_CALL, COMPILED_FORWARDS, Compiler, compiled_parts, mark_rows
 from lightning_unified.nn.stand_in import FORWARD, StandIn
 
 __all__ = ["AskedCompile", "Compilation", "CompileCost", "compile_pays", "compiled_only_in_training"]
@@ -213,6 +213,10 @@ class _CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._graph(*args, **kwargs)
 
+    def keep(self, share: float | None) -> None:
+        """Compile graphs that keep a share of their activations; None for the fastest graphs."""
+        self._graph = _Graph(self._module._call_impl, share)
+
     def remove(self) -> None:
         if vars(self._module).get(COMPILED_CALL) is self:
             del vars(self._module)[COMPILED_CALL]
@@ -246,11 +250,15 @@ class _Graph:
     """A function that runs compiled where gradients are computed.
 
     The first dimension of tensors counts as rows: a graph made at one size runs at any other, except a single row.
+
+    Args:
+        function: The function.
+        share: The share of their activations that its graphs keep; None for the fastest graphs.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], share: float | None = None) -> None:
         self._plain = function
-        self._compiled: Callable[..., Any] = torch.compile(_from_outside(function))
+        self._compiled: Callable[..., Any] = torch.compile(_from_outside(function), backend=Compiler(share))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from functools import partial
 from unittest import mock
 
 import lightning as L
@@ -43,7 +42,7 @@ def counter():
     """Let `torch.compile` count graphs instead of generating code."""
     torch.compiler.reset()
     graphs = CompileCounter()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend=graphs)):
+    with mock.patch("lightning_unified.options.compilation.Compiler", return_value=graphs):
         yield graphs
     torch.compiler.reset()
 

@@ -4,7 +4,7 @@ Four networks train on batches of 32 x 1,024 tokens in bfloat16 autocast: GearHe
 nothing of this package, transformers' Llama of about the same size, and torch's encoder as a classifier. Each cell is a process of its own.
 The bare cell of a network measures a compiled loop without Lightning. The other cells run `strategy="unified"` with compiled blocks, or with
 a module that the user compiled. "graphs" cells have compiled blocks and the callback `CudaGraphs`. What they record lies in memory that the
-allocator reserves: `reserved_bytes` includes it, `peak_bytes` does not. The unit of a network's budgets is the peak of its first cell.
+allocator reserves: `reserved_bytes` includes it, `peak_bytes` does not. "chunked" cells ask for a loss in chunks of 4,096 rows. The unit of a network's budgets is the peak of its first cell.
 
 Usage: python -m benchmarks.options.blocks.compiled_blocks [network/cell ...] [--steps 60] [--seconds 170]
        (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out, and `--add` keeps the
@@ -41,6 +41,7 @@ CELLS = tuple(
         "blocks half",
         "blocks quarter",
         "graphs",
+        "graphs chunked",
         "graphs half",
         "graphs quarter",
         "whole",
@@ -241,7 +242,11 @@ def unified(network: str, cell: str, steps: int, peak: int | None) -> dict[str, 
             child.compile()
     share = 0.5 if "half" in words else 0.25 if "quarter" in words else None
     compile_ = "blocks" if words[0] in {"blocks", "graphs"} else False
-    strategy = UnifiedStrategy(budget="auto" if share is None or peak is None else int(peak * share), compile=compile_)
+    strategy = UnifiedStrategy(
+        budget="auto" if share is None or peak is None else int(peak * share),
+        compile=compile_,
+        loss_chunk=4096 if "chunked" in words else "auto",
+    )
     clock = Clock(steps)
     began = time.perf_counter()
     trainer = L.Trainer(
@@ -336,7 +341,7 @@ def main() -> None:
         predicted, true = found.get("predicted_peak_bytes"), found.get("peak_bytes")
         if predicted and true and "graphs" not in name:
             found["error_of_prediction"] = round(predicted / true - 1, 4)
-        runs[name] = {"cell": name, **found}
+        runs[name] = {"cell": name, "date": origin(COMMAND)["date"], **found}
         print(json.dumps(runs[name]), flush=True)
         record = {"device": torch.cuda.get_device_name(), "steps": options.steps, "runs": [*runs.values()]}
         write({**origin(COMMAND), **record}, RESULTS)

@@ -218,8 +218,10 @@ class RecordedCalls:
             self.release()  # rehearsals need the memory
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
+            torch.cuda.empty_cache()  # the gradient buffer would keep a larger cached block that recordings could never use
             self._buffer = self._buffer.of(self._trained)
             self._buffer.adopt()
+            torch.cuda.empty_cache()  # the memory that gradients left
             due, written = self._shapes.due(self._recordings), [*self._written.values()]
             with eager_calls():
                 for call in due if has_compiled_parts else ():

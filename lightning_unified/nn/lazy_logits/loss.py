@@ -11,7 +11,12 @@ from lightning_unified.nn.autograd_limits import only_first_derivative
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
 from lightning_unified.nn.lazy_logits.replay import Loss, replayed, replayed_losses
 from lightning_unified.nn.lazy_logits.source import HERE, NO_SECOND, Source, Step
-from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy, trains_only_hidden
+from lightning_unified.nn.linear_cross_entropy import (
+    IGNORED,
+    gradients_in_forward,
+    linear_cross_entropy,
+    trains_only_hidden,
+)
 
 if TYPE_CHECKING:
     from lightning_unified.nn.lazy_logits.tensor import View
@@ -53,7 +58,8 @@ def _reduced(source: Source, hidden: Tensor, labels: Tensor, loss: Loss, classes
         kernels = replayed(source.steps, loss)
         operands = {"hidden": hidden, "weight": head.weight, "bias": head.bias, "labels": labels}
         chunks = Chunks(**operands, rows=rows, dtype=products, kernels=kernels)
-        in_forward = reduction != "none" and trains_only_hidden(hidden, head.weight, head.bias)
+        only_hidden = trains_only_hidden(hidden, head.weight, head.bias)
+        in_forward = reduction != "none" and (only_hidden or gradients_in_forward(rows))
         return _reduce(summed_loss(chunks) if in_forward else losses_of_rows(chunks), labels, loss, reduction)
     if loss.ignore_index != IGNORED:  # the label that is ignored elsewhere is an error here
         labels = labels.masked_fill(labels == IGNORED, classes).masked_fill(labels == loss.ignore_index, IGNORED)

@@ -55,7 +55,9 @@ class Bounds:
             return lambda _: 0.0
         keeps = combination.recompute is not None and combination.recompute.keep_attention
         in_chunks = keeps and combination.attention is not None  # its operations have no name of their own
-        again = frozenset() if combination == own or in_chunks else self._names_again(combination)
+        is_partial = combination.recompute is not None and combination.recompute.kept is not None
+        unknown = combination == own or in_chunks or is_partial  # which operations run again
+        again = frozenset() if unknown else self._names_again(combination)
 
         def runs_again(work: Work) -> bool:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
@@ -98,7 +100,7 @@ class Bounds:
         return lambda rows: least_bytes(self._step(), rows, without=again, only=only)
 
     def _names_again(self, combination: Combination) -> frozenset[str]:
-        """Return the names of the blocks that recompute their activations."""
+        """Return the names of the blocks that recompute activations."""
         policy = combination.recompute
         return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
 

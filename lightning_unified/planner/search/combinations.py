@@ -8,6 +8,9 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 __all__ = ["Combination", "combinations_to_compare"]
 
 _REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
+_CHEAPEST = (
+    0.7  # judgement: share of a block's forward pass that runs again in a graph that keeps nothing but its inputs
+)
 _SHARES = (0.5, 0.25, 0.75)  # of the blocks; shares between two of these gain only a few percent of the step time
 
 
@@ -48,6 +51,8 @@ class Combination:
         policy = self.recompute
         if policy is None or policy.blocks == 0:
             return 0.0
+        if policy.kept is not None:
+            return _CHEAPEST * (1 - policy.kept)
         share = 1.0 if policy.blocks == "all" or not policy.of else policy.blocks / policy.of
         return share * (_REPEATED if policy.keep_attention else 1.0)
 
@@ -65,7 +70,7 @@ def combinations_to_compare(
     A search looks at the first ones however long it takes: the user's own, the one that needs the least memory, a middle loss chunk with and
     without recomputation, recomputation with the user's own loss, and attention in chunks alone. The others follow by expected gain. The
     smallest chunk is slow on a GPU, and its dry runs have many operations. The list is not the full product: kernels and other chunks are
-    combined with no recomputation and with full recomputation only.
+    combined with no recomputation and with full recomputation only, and the largest chunk also with compiled blocks that keep a share.
 
     Args:
         precision: Lightning's name.
@@ -77,6 +82,7 @@ def combinations_to_compare(
     first, *others = chunks
     smallest = min((chunk for chunk in others if chunk is not None), default=first)
     middle = sorted(others)[len(others) // 2] if others else first  # pyright: ignore[reportArgumentType]
+    largest = max(others) if others else first  # pyright: ignore[reportArgumentType, reportCallIssue]
     none, most, last = policies[0], policies[-1], attentions[-1]
     always = [
         (none, first, attentions[0]),
@@ -91,6 +97,7 @@ def combinations_to_compare(
     ends = list(dict.fromkeys((none, most)))
     for policy, chunk, kernel in (
         *((policy, chunk, None) for chunk in (first, middle) for policy in (*ends, *_between(policies))),
+        *((policy, largest, None) for policy in policies if policy.kept is not None),
         *((policy, chunk, None) for chunk in others for policy in ends),
         *((policy, chunk, kernel) for kernel in kernels for chunk in (first, smallest) for policy in ends),
     ):
@@ -102,9 +109,11 @@ def combinations_to_compare(
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:
     """Return a few policies between none and all.
 
-    First all blocks with saved attention outputs, then shares of the blocks.
+    First all blocks with saved attention outputs or a share of their activations, then shares of the blocks.
     """
-    saved = [policy for policy in policies if policy.blocks == "all" and policy.keep_attention]
+    saved = [
+        policy for policy in policies if policy.blocks == "all" and (policy.keep_attention or policy.kept is not None)
+    ]
     counted = [policy for policy in policies if policy.blocks not in (0, "all") and not policy.keep_attention]
     count = len(counted) + 1
     wanted = dict.fromkeys(max(1, round(share * count)) for share in _SHARES)

@@ -16,6 +16,7 @@ __all__ = ["ComparedOptions", "is_under"]
 # Operations in the dry runs of one choice; after that, only combinations to look at always, and those that could be much faster, are looked
 # at. About four seconds on a laptop's core. Operations are counted in place of seconds so that a busy machine chooses as an idle one does.
 _MOST_OPERATIONS = 16_000
+_TIMES_COMPILED = 2  # judgement: compiled blocks have more policies to compare, and pay only in runs that are long
 
 
 class ComparedOptions:
@@ -28,7 +29,7 @@ class ComparedOptions:
     def __init__(self, traces: StepTraces) -> None:
         self._traces = traces
         self._combinations: dict[tuple[Any, ...], Combination] = {}
-        self._before = 0
+        self._before, self._most = 0, _MOST_OPERATIONS
         self._known: dict[Combination, Bounds] = {}
 
     def begin(self) -> None:
@@ -49,6 +50,8 @@ class ComparedOptions:
 
     def in_order(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
         """Yield all combinations in their order."""
+        is_compiled = any(one.recompute is not None and one.recompute.kept is not None for one in combinations)
+        self._most = _MOST_OPERATIONS * (_TIMES_COMPILED if is_compiled else 1)
         for combination in combinations:
             bounds = self._bounds(combinations[0], combination)
             self._traces.of(combination, bounds=bounds)  # its bytes have a lower bound
@@ -82,7 +85,7 @@ class ComparedOptions:
 
         The option could be `gain` times as fast as the best plan so far.
         """
-        return self._traces.operations - self._before <= _MOST_OPERATIONS * gain
+        return self._traces.operations - self._before <= self._most * gain
 
     def option(self, combination: Combination, *, least: Callable[[int], float] | None = None) -> Option:
         """Return what a search needs to know of a combination.

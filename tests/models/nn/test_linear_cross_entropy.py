@@ -126,8 +126,8 @@ def test_the_own_functions_pass_gradcheck(loss):
     )
 
 
-@pytest.mark.parametrize(("chunk_rows", "products"), [(None, 1), (64, 2)])
-def test_only_a_chosen_chunk_computes_the_logits_twice(monkeypatch, chunk_rows, products):
+@pytest.mark.parametrize(("chunk_rows", "products"), [(None, 1), (1024, 1), (64, 2)])
+def test_only_a_small_chosen_chunk_computes_the_logits_twice(monkeypatch, chunk_rows, products):
     monkeypatch.setattr(subject, "_torch_does_it", lambda hidden: False)
     hidden, weight, _, labels = _problem(bias=False)
     calls = []

@@ -7,13 +7,15 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend as get_compiler
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lightning_unified import predict
 from lightning_unified.cost_model.trace.trace import Take
 from lightning_unified.errors import DryRunError
-from lightning_unified.options import Compilation
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.options import CheckpointedBlocks, Compilation
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 
 WIDTH, CLASSES, LENGTH, ROWS = 32, 2048, 16, 8
@@ -89,6 +91,23 @@ def test_a_compiled_block_keeps_what_its_partitioned_graph_saves():
     assert kept_bytes(module) == pytest.approx(really_kept_bytes(module), abs=64)  # the loss keeps a scalar or two
 
 
+@pytest.mark.parametrize("share", [0.4, 0.0])
+def test_a_compiled_block_that_keeps_a_share_is_planned_as_it_runs(share):
+    module, policy, compilation = Module(), RecomputePolicy(blocks="all", kept=share), Compilation("blocks")
+    with mock.patch("torch._inductor.compile_fx.compile_fx", get_compiler("aot_eager_decomp_partition")):
+        compilation.begin(module)
+        planned, whole = kept_bytes(module, recompute=policy), kept_bytes(module)
+        blocks = CheckpointedBlocks(module, policy)
+        really = really_kept_bytes(module)
+        blocks.undo()
+    compilation.end()
+
+    assert planned == pytest.approx(
+        really, rel=0.005
+    )  # a graph for any number of rows may save row statistics that others do not
+    assert planned < 0.75 * whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["blocks", "whole"])
 def test_a_checkpointed_compiled_block_keeps_its_input_only(kind):
@@ -128,7 +147,7 @@ def test_torchs_own_modules_are_planned_as_the_compiler_runs_them(kind, by):
     blocks, backend = module.net.blocks, "aot_eager_decomp_partition"
     compilation = Compilation("blocks")
     if by == "strategy":
-        with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        with mock.patch("lightning_unified.options.compilation.Compiler", return_value=backend):
             compilation.begin(module)
     for index, block in enumerate(blocks):
         if by == "compile in place":

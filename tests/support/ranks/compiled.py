@@ -1,6 +1,5 @@
 """Fits of sharded ranks whose blocks are compiled."""
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -51,7 +50,7 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
     }.get(name, {})
     strategy = UnifiedFSDPStrategy(hold=hold, compile="blocks", **options)
     events = [Fails("backward")] if name == "failing" else []
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend=graphs)):
+    with mock.patch("lightning_unified.options.compilation.Compiler", return_value=graphs):
         fit = trained(strategy, *events, ranks=2, rank=local_rank(), kind=Latest, max_epochs=1)
     fit |= {"graphs": graphs.frame_count, "breaks": dict(counters["graph_break"])}
     return {**fit, "plan": strategy.plan, "left": list(compiled_parts(Latest.latest))}

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends.patching import replaced
+from lightning_unified.nn.compiled import keep_changing_values, keeping_share
 from lightning_unified.planner.fake.compiled.fused_graph import FusedGraph
 from lightning_unified.planner.fake.recorder import Recorder
 
@@ -59,6 +60,11 @@ class CompiledCall:
         self._module, self._call, self._recorder, self._graphs = module, call, recorder, graphs
         self._only_with_gradients = only_with_gradients
         self._text = repr(call if module is None else module)
+        self._share: float | None = None
+
+    def keep(self, share: float | None) -> None:
+        """Let the graphs keep a share of their activations; None lets them keep those of the fastest step."""
+        self._share = share
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if CompiledCall._is_tracing or (self._only_with_gradients and not torch.is_grad_enabled()):
@@ -72,6 +78,7 @@ class CompiledCall:
         key = (
             self._text,
             module is not None and module.training,
+            self._share,
             str(spec),
             str(others),
             *_mode(),
@@ -79,7 +86,7 @@ class CompiledCall:
         )
         if key not in self._graphs:
             flat = partial(self._flat, names=list(state), others=others, spec=spec)
-            self._graphs[key] = self._graph(flat, tensors)
+            self._graphs[key] = self._graph(flat, tensors, num_state=len(state))
         return self._graphs[key](*tensors)
 
     def _flat(self, *tensors: Tensor, names: list[str], others: tuple[Any, ...], spec: Any) -> Any:
@@ -92,8 +99,11 @@ class CompiledCall:
         with _reparametrize_module(self._module, state, tie_weights=True):
             return self._call(*args, **kwargs)
 
-    def _graph(self, flat: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
-        """Return a function with autograd that runs the partitioned graphs of `flat`."""
+    def _graph(self, flat: Callable[..., Any], tensors: list[Tensor], *, num_state: int) -> Callable[..., Any]:
+        """Return a function with autograd that runs the partitioned graphs of `flat`.
+
+        The first `num_state` tensors are parameters and buffers.
+        """
         from functorch.compile import aot_function
         from torch._inductor.decomposition import select_decomp_table
 
@@ -104,7 +114,7 @@ class CompiledCall:
             flat,
             fw_compiler=compiler,
             bw_compiler=compiler,
-            partition_fn=_partition,
+            partition_fn=partial(_partition, num_state=num_state),
             decompositions=select_decomp_table(),
         )
         with self._recorder.paused(paused=True):  # torch keeps the tensors of a trace, and the step's own must end
@@ -112,15 +122,31 @@ class CompiledCall:
         CompiledCall._is_tracing = True
         try:
             # hooks of a checkpoint around the call see no tensor of the trace
-            with _disable_current_modes(), saved_tensors_hooks(_same, _same), _tagged(), suppress(_TracedError):
+            with (
+                _disable_current_modes(),
+                saved_tensors_hooks(_same, _same),
+                _tagged(),
+                keeping_share(self._share),
+                suppress(_TracedError),
+            ):
                 made(*tensors)
         finally:
             CompiledCall._is_tracing = False
         return made
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph as the inductor backend does, whose random numbers are made again from a seed."""
+def _partition(
+    joint: fx.GraphModule, inputs: Any, *, num_state: int, **settings: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph as the inductor backend does, whose random numbers are made again from a seed.
+
+    Args:
+        joint: Both passes.
+        inputs: Example inputs.
+        num_state: The number of its first inputs that live as long as the module, so that saving them takes no memory.
+        settings: As torch gives them.
+    """
+    settings["static_lifetime_input_indices"] = [*range(num_state)]
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor.fx_passes.replace_random import replace_random_passes
     from torch._inductor.virtualized import V
@@ -128,6 +154,7 @@ def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.
     mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.nodes])
     with V.set_fake_mode(mode):
         replace_random_passes(joint)
+    keep_changing_values(joint.graph)
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.compiled import compiled_parts
+from lightning_unified.nn.recomputing import RecomputePolicy
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 WIDTH, CLASSES, ROWS = 8, 11, 8
@@ -89,11 +90,12 @@ def loader():
     return DataLoader(TensorDataset(tokens, tokens.roll(1, 1)), batch_size=ROWS)
 
 
-def fit(module, strategy, epochs=1, ckpt_path=None):
+def fit(module, strategy, epochs=1, ckpt_path=None, events=()):
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=epochs,
         strategy=strategy,
+        callbacks=[*events],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -160,6 +162,30 @@ def test_the_memory_option_compiles_for_the_fit_only(what, plain, tmp_path):
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     names = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
     assert not [name for name in names if "_orig_mod" in name]
+
+
+class Keeps(L.Callback):
+    """Lets compiled blocks keep a share of their activations, as a plan may choose."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.policy.recomputation.set(RecomputePolicy(blocks="all", kept=0.2), why="as in a test")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["auto", 3])
+def test_blocks_that_keep_a_share_train_as_plain_ones(rows, plain, tmp_path):
+    torch.compiler.reset()
+    options = {"budget": "4GiB", "compile": "blocks", "predict": False}
+    first, strategy = Module(room=4), UnifiedStrategy(**options)
+    saved = tmp_path / "last.ckpt"
+    fit(first, strategy, events=[Keeps()]).save_checkpoint(saved)
+    assert strategy.policy.recoveries == 1
+    assert "keep 20 % of their activations" in strategy.plan.reasons["recompute"]
+    assert not compiled_parts(first)
+
+    second = Module()
+    strategy = UnifiedStrategy(micro_batch_size=rows, **options)
+    check(second, fit(second, strategy, epochs=2, ckpt_path=saved, events=[Keeps()]), plain)
 
 
 def test_a_simulated_machine_refuses_to_compile():

@@ -1,0 +1,41 @@
+"""Modules that torch's compiler runs, and the activations that their graphs keep.
+
+| module | content |
+|---|---|
+| parts | compiled modules, and one graph for any number of rows |
+| kept | graphs with the right gradients, and the activations they keep |
+"""
+
+from lightning_unified.nn.compiled.kept import (
+    Compiler,
+    KeepsShare,
+    keep_changing_values,
+    keeping_share,
+    keeps_share,
+)
+from lightning_unified.nn.compiled.parts import (
+    COMPILED_CALL,
+    COMPILED_FORWARDS,
+    ORIGINAL,
+    compiled_inside,
+    compiled_parts,
+    is_compiled,
+    mark_rows,
+    parts_with_graphs,
+)
+
+__all__ = [
+    "COMPILED_CALL",
+    "COMPILED_FORWARDS",
+    "ORIGINAL",
+    "Compiler",
+    "KeepsShare",
+    "compiled_inside",
+    "compiled_parts",
+    "is_compiled",
+    "keep_changing_values",
+    "keeping_share",
+    "keeps_share",
+    "mark_rows",
+    "parts_with_graphs",
+]

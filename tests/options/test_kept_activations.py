@@ -1,0 +1,190 @@
+"""Compiled blocks that keep a share of their activations: equal gradients, less memory."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.options import CheckpointedBlocks, Compilation, recompute_policies
+from lightning_unified.planner.search.combinations import combinations_to_compare
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(functional.leaky_relu(self.up(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        query, key, value = self.inputs(x).unflatten(-1, (3, 1, WIDTH)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.3, is_causal=True)
+        return x + self.dropout(self.outputs(mixed.transpose(1, 2).flatten(2)))
+
+
+class Net(L.LightningModule):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def compiled():
+    torch.compiler.reset()
+    compilation = Compilation("blocks")
+    yield compilation
+    compilation.end()
+    torch.compiler.reset()
+
+
+def trained(module, x):
+    """Return the gradients of a step, and the bytes that its forward pass saves beside the weights."""
+    own, saved = {one.untyped_storage().data_ptr() for one in module.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = module(x).square().mean()
+    gradients = torch.autograd.grad(loss, [*module.parameters()])
+    return gradients, sum(storage.nbytes() for storage in saved.values())
+
+
+def kept(share):
+    return RecomputePolicy(blocks="all", kept=share)
+
+
+def test_blocks_that_keep_less_have_equal_gradients(compiled):
+    module, x = Net(), torch.randn(6, WIDTH)
+    plain, _ = trained(module, x)
+    compiled.begin(module)
+    _, before = trained(module, x)
+    blocks = CheckpointedBlocks(module, kept(0.0))
+    gradients, during = trained(module, x)
+    blocks.undo()
+
+    torch.testing.assert_close(gradients, plain)
+    assert during < 0.6 * before
+    assert trained(module, x)[1] == before
+
+
+def test_dropout_that_runs_again_drops_the_same_entries(compiled):
+    module = Net(dropout=0.5)
+    compiled.begin(module)
+    CheckpointedBlocks(module, kept(0.0))
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    total = module(x).sum()
+    (gradient,) = torch.autograd.grad(total, x)
+
+    torch.testing.assert_close((gradient * x).sum(), total)  # Euler: the network is homogeneous for fixed entries
+
+
+@pytest.mark.gpu
+def test_attention_that_runs_again_drops_the_same_probabilities(compiled):
+    class Attends(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    module, x = Attends().cuda(), torch.randn(4, 32, WIDTH, device="cuda")
+    compiled.begin(module)
+    found = []
+    for policy in (None, kept(0.2), kept(0.0)):
+        blocks = None if policy is None else CheckpointedBlocks(module, policy)
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module(x).square().mean()
+        found.append(torch.autograd.grad(loss, [*module.parameters()]))
+        if blocks is not None:
+            blocks.undo()
+
+    for gradients in found[1:]:
+        torch.testing.assert_close(gradients, found[0], rtol=0.02, atol=2e-4)
+
+
+class Written(nn.Module):
+    """Its forward writes buffers that it has read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        hidden = functional.gelu(self.norm(self.up(x)) * self.scale.clone()) * (1 + self.count.clone())
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+            self.count.add_(1.0)
+        return x + hidden * hidden.sigmoid()
+
+
+@pytest.mark.parametrize("policy", [None, kept(0.3), kept(0.0)], ids=str)
+def test_gradients_see_buffers_as_they_were_read(compiled, policy):
+    module, x = Net(), torch.randn(12, WIDTH)
+    module.blocks = nn.ModuleList(Written() for _ in range(2))
+    plain = copy.deepcopy(module)
+    compiled.begin(module)
+    if policy is not None:
+        CheckpointedBlocks(module, policy)
+
+    for _ in range(3):
+        torch.testing.assert_close(trained(module, x)[0], trained(plain, x)[0])
+    torch.testing.assert_close([*module.buffers()], [*plain.buffers()])
+
+
+def test_only_blocks_that_the_strategy_compiled_can_keep_a_share(compiled):
+    by_user, by_strategy = Net(), Net()
+    for block in by_user.blocks:
+        block.compile()
+    compiled.begin(by_strategy)
+
+    assert all(policy.kept is None for policy in recompute_policies(by_user))
+    assert [policy.kept for policy in recompute_policies(by_strategy)] == [None, 0.5, 0.35, 0.3, 0.2, 0.1, 0.0]
+    with pytest.raises(ConfigurationError, match="are not compiled by the strategy"):
+        CheckpointedBlocks(by_user, kept(0.5))
+
+
+@pytest.mark.parametrize(
+    "given", [{"blocks": 3, "kept": 0.5}, {"blocks": "all", "kept": 1.0}, {"blocks": "all", "kept": -0.1}]
+)
+def test_a_share_of_some_blocks_or_of_everything_is_refused(given):
+    with pytest.raises(ValueError, match="give a share from 0 to less than 1"):
+        RecomputePolicy(**given)
+
+
+def test_a_search_compares_all_shares(compiled):
+    module = Net()
+    compiled.begin(module)
+    policies = recompute_policies(module)
+    found = combinations_to_compare("32-true", policies=policies, chunks=(None, 4096, 1024, 128))
+
+    for chunk in (None, 4096, 1024):
+        assert {one.recompute.kept for one in found if one.loss_chunk == chunk} == {one.kept for one in policies}
+    assert [one.again for one in found if one.always][:2] == [0.0, pytest.approx(0.7)]
