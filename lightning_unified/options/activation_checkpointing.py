@@ -20,14 +20,8 @@ __all__ = ["ActivationCheckpointing", "CheckpointedBlocks", "recompute_policies"
 log = logging.getLogger("lightning_unified")
 
 NONE, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
-_KEPT = (
-    0.5,
-    0.35,
-    0.3,
-    0.2,
-    0.1,
-    0.0,
-)  # of a compiled block's activations; shares between two of these gain a few percent of the step time
+# of a compiled block's activations; shares between two of these gain a few percent of the step time
+_KEPT = (0.5, 0.35, 0.3, 0.2, 0.1, 0.0)
 
 
 class ActivationCheckpointing:

@@ -135,12 +135,12 @@ def compile_cost(trainer: L.Trainer, policy: MemoryPolicy, *, step_seconds: floa
 
 def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Combination]:
     """Return the combinations of memory options that the user left open, the user's own first."""
-    now = policy.recomputation.policy
+    now, choices = policy.recomputation.policy, policy.recomputation.choices()
     scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
     return combinations_to_compare(
         precision,
         # an earlier run, or shorter rows, needed full recomputation: less of it is not tried
-        policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
+        policies=choices[-1:] if now is not None and now.everything else choices,
         kernels=policy.applied_options.kernel_choices(scaled=scaled),
         chunks=policy.applied_options.chunk_choices(),
         attentions=policy.applied_options.attention_choices(policy.watch.reading().backend),
