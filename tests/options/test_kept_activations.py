@@ -159,6 +159,16 @@ def test_gradients_see_buffers_as_they_were_read(compiled, policy):
     torch.testing.assert_close([*module.buffers()], [*plain.buffers()])
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_passes_of_the_user_over_joint_graphs_still_run(compiled, sequence):
+    seen, module = [], Net()
+    compiled.begin(module)
+    with torch._inductor.config.patch(joint_custom_post_pass=[seen.append] if sequence else seen.append):
+        module(torch.randn(6, WIDTH)).sum().backward()
+
+    assert seen and all(isinstance(graph, torch.fx.Graph) for graph in seen)
+
+
 def test_only_blocks_that_the_strategy_compiled_can_keep_a_share(compiled):
     by_user, by_strategy = Net(), Net()
     for block in by_user.blocks:

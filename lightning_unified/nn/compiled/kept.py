@@ -119,19 +119,20 @@ class Compiler:
 
 
 def _pass_after(config: Any) -> Any:
-    """Return a pass over joint graphs that runs the user's own pass and `keep_changing_values`."""
+    """Return a pass over joint graphs that runs the user's own passes and `keep_changing_values`."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    own: Any = config.joint_custom_post_pass
+    given: Any = config.joint_custom_post_pass  # one, or a sequence since torch 2.13
+    own = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
     class KeepChangingValues(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            if own is not None:
-                own(graph)
+            for each in own:
+                each(graph)
             keep_changing_values(graph)
 
         def uuid(self) -> Any:
             """Return the pass's name in torch's cache of graphs; None for no cache."""
-            return "lightning_unified.keep_changing_values" if own is None else None
+            return None if own else "lightning_unified.keep_changing_values"
 
     return KeepChangingValues()
