@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -144,7 +145,10 @@ class Compilation:
 
     def _compile(self, module: nn.Module, what: Literal["blocks", "whole"], why: str) -> None:
         parts, kind = _parts_of(module, what)
-        self._parts = [(_CompiledForward if isinstance(part, FSDPModule) else _CompiledCall)(part) for part in parts]
+        frames = _Frames()
+        self._parts = [
+            (_CompiledForward if isinstance(part, FSDPModule) else _CompiledCall)(part, frames) for part in parts
+        ]
         self.reason = f"{why}: {kind}"
         log.info("Compiled for training, %s.", self.reason)
 
@@ -186,16 +190,27 @@ def _parts_of(module: nn.Module, what: Literal["blocks", "whole"]) -> tuple[list
     return list(blocks.modules.values()), str(blocks)
 
 
-def _from_outside(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `call`.
+class _Frames:
+    """The functions that torch compiles, for one fit.
 
-    Torch's compiler begins no graph inside torch's own modules, such as `nn.TransformerEncoderLayer`. It inlines them.
+    Torch compiles a limited number of graphs (`torch._dynamo.config.recompile_limit`) for a code object, and runs it eagerly then. So each fit
+    and each share of activations has a code object of its own, which blocks have in common.
     """
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    def __init__(self) -> None:
+        self._codes: dict[float | None, CodeType] = {}
 
-    return called
+    def compiled(self, function: Callable[..., Any], share: float | None) -> Callable[..., Any]:
+        """Return `function` compiled, with graphs that keep a share of their activations.
+
+        Torch's compiler begins no graph inside torch's own modules, such as `nn.TransformerEncoderLayer`. It inlines them into a function.
+        """
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        called.__code__ = self._codes.setdefault(share, called.__code__.replace())
+        return torch.compile(called, backend=Compiler(share))
 
 
 class _CompiledCall:
@@ -204,9 +219,9 @@ class _CompiledCall:
     Hooks of the module belong to the graph.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._graph = _Graph(module._call_impl)
+    def __init__(self, module: nn.Module, frames: _Frames) -> None:
+        self._module, self._frames = module, frames
+        self._graph = _Graph(module._call_impl, frames)
         vars(module)[COMPILED_CALL] = self
         _IN_TRAINING.add(module)
 
@@ -215,7 +230,7 @@ class _CompiledCall:
 
     def keep(self, share: float | None) -> None:
         """Compile graphs that keep a share of their activations; None for the fastest graphs."""
-        self._graph = _Graph(self._module._call_impl, share)
+        self._graph = _Graph(self._module._call_impl, self._frames, share)
 
     def remove(self) -> None:
         if vars(self._module).get(COMPILED_CALL) is self:
@@ -229,9 +244,9 @@ class _CompiledForward(StandIn):
     Its hooks gather the parameters before the graph runs, and free them after it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, frames: _Frames) -> None:
         super().__init__(module, FORWARD)
-        self._graph = _Graph(self.function)
+        self._graph = _Graph(self.function, frames)
         self.install()
         _IN_TRAINING.add(module)
         COMPILED_FORWARDS.add(module)
@@ -253,12 +268,13 @@ class _Graph:
 
     Args:
         function: The function.
+        frames: The functions of the fit.
         share: The share of their activations that its graphs keep; None for the fastest graphs.
     """
 
-    def __init__(self, function: Callable[..., Any], share: float | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], frames: _Frames, share: float | None = None) -> None:
         self._plain = function
-        self._compiled: Callable[..., Any] = torch.compile(_from_outside(function), backend=Compiler(share))
+        self._compiled = frames.compiled(function, share)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

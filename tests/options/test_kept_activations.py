@@ -1,11 +1,13 @@
 """Compiled blocks that keep a share of their activations: equal gradients, less memory."""
 
 import copy
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
@@ -167,6 +169,25 @@ def test_passes_of_the_user_over_joint_graphs_still_run(compiled, sequence):
         module(torch.randn(6, WIDTH)).sum().backward()
 
     assert seen and all(isinstance(graph, torch.fx.Graph) for graph in seen)
+
+
+def test_every_fit_and_share_compiles_graphs_of_its_own(compiled):
+    graphs, x = CompileCounter(), torch.randn(6, WIDTH)
+    with (
+        torch._dynamo.config.patch(
+            recompile_limit=2
+        ),  # the first block's input needs no gradient, that of the others does
+        mock.patch("lightning_unified.options.compilation.Compiler", return_value=graphs),
+    ):
+        for share in (0.5, 0.2, 0.0):
+            module, compilation = Net(), Compilation("blocks")
+            compilation.begin(module)
+            module(x).sum().backward()
+            CheckpointedBlocks(module, kept(share))
+            module(x).sum().backward()
+            compilation.end()
+
+    assert graphs.frame_count == 2 * 2 * 3
 
 
 def test_only_blocks_that_the_strategy_compiled_can_keep_a_share(compiled):

@@ -119,8 +119,8 @@ class Compiler:
 
 
 def _pass_after(config: Any) -> Any:
-    """Return a pass over joint graphs that runs the user's own passes and `keep_changing_values`."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    """Return a pass that runs the user's own passes, and then `keep_changing_values`."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     given: Any = config.joint_custom_post_pass  # one, or a sequence since torch 2.13
     own = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
@@ -132,7 +132,7 @@ def _pass_after(config: Any) -> Any:
             keep_changing_values(graph)
 
         def uuid(self) -> Any:
-            """Return the pass's name in torch's cache of graphs; None for no cache."""
-            return None if own else "lightning_unified.keep_changing_values"
+            """Return the pass's key in torch's cache of graphs; None for no cache."""
+            return None if own else get_hash_for_files((__file__,))
 
     return KeepChangingValues()

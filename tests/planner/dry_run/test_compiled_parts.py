@@ -108,6 +108,46 @@ def test_a_compiled_block_that_keeps_a_share_is_planned_as_it_runs(share):
     assert planned < 0.75 * whole
 
 
+class Written(Block):
+    """It reads a buffer and then writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(LENGTH, 4 * WIDTH))
+
+    def forward(self, x):
+        hidden = functional.gelu(self.up(self.norm(x)) * self.scale.clone())
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return x + self.down(hidden)
+
+
+@pytest.mark.parametrize("share", [None, 0.0])
+def test_a_compiled_block_that_writes_a_buffer_is_planned_as_it_runs(share):
+    module, compilation = Module(), Compilation("blocks")
+    module.net.blocks = nn.ModuleList(Written() for _ in range(3))
+    policy = RecomputePolicy(blocks="all", kept=share) if share is not None else RecomputePolicy(blocks=0)
+    compilation.begin(module)
+    planned, blocks = kept_bytes(module, recompute=policy), CheckpointedBlocks(module, policy)
+    really = really_kept_bytes(module)
+    blocks.undo()
+    compilation.end()
+
+    assert planned == pytest.approx(really, rel=0.005)
+
+
+def test_operations_without_values_to_fill_are_planned():
+    class Draws(Block):
+        def forward(self, x):
+            return super().forward(x * torch.poisson(torch.ones_like(x)))
+
+    module, compilation = Module(), Compilation("blocks")
+    module.net.blocks = nn.ModuleList(Draws() for _ in range(3))
+    compilation.begin(module)
+    assert kept_bytes(module) > 0
+    compilation.end()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["blocks", "whole"])
 def test_a_checkpointed_compiled_block_keeps_its_input_only(kind):

@@ -116,6 +116,7 @@ class CompiledCall:
             bw_compiler=compiler,
             partition_fn=partial(_partition, num_state=num_state),
             decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,  # as inductor does, so that a graph shows which buffers it writes
         )
         with self._recorder.paused(paused=True):  # torch keeps the tensors of a trace, and the step's own must end
             tensors = [_alike(tensor) for tensor in tensors]

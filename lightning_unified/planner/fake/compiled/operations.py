@@ -113,9 +113,11 @@ def _fills_constant(node: fx.Node) -> bool:
 
     The compiler turns it into a choice by index: the gradient of a loss by class is made so.
     """
-    base, *_, value = node.args or (None, None)
+    if _name(node) != "scatter":
+        return False
+    base, *_, value = node.args
     is_constant = isinstance(base, fx.Node) and _name(base) in {"full", "zeros_like", "full_like", "zeros"}
-    return _name(node) == "scatter" and is_constant and isinstance(value, (int, float))
+    return is_constant and isinstance(value, (int, float))
 
 
 def is_view(node: fx.Node) -> bool:
