@@ -3,7 +3,7 @@
 | module | content |
 |---|---|
 | parts | compiled modules, and one graph for any number of rows |
-| kept | graphs with the right gradients, and the activations they keep |
+| kept | graphs with exact gradients that keep a share of their activations |
 """
 
 from lightning_unified.nn.compiled.kept import (

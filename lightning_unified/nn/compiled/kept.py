@@ -1,4 +1,4 @@
-"""Graphs of torch's compiler: right gradients, and as few activations as are wanted.
+"""Compile graphs with exact gradients that keep a share of their activations.
 
 Torch's partitioner chooses the activations that a graph keeps; the backward pass computes the others again. Two kinds of values would then be
 others: random numbers, if only a share of the activations is kept, and inputs that the forward pass writes, such as buffers

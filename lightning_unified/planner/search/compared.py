@@ -34,7 +34,7 @@ class ComparedOptions:
 
     def begin(self) -> None:
         """Begin a search: count its operations from here, and compute its bounds anew."""
-        self._before, self._known = self._traces.operations, {}
+        self._before, self._most, self._known = self._traces.operations, _MOST_OPERATIONS, {}
 
     def combination_of(self, candidate: Candidate) -> Combination:
         """Return the combination of a candidate that a search took from here."""
