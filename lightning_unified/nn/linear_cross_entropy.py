@@ -15,6 +15,7 @@ from lightning_unified.nn.autograd_limits import only_first_derivative
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
 from lightning_unified.nn.cross_entropy.derived import transformed
 from lightning_unified.nn.cross_entropy.kernels import IGNORED, Fused, kernels_for
+from lightning_unified.nn.cross_entropy.scored_labels import ScoredLabels, with_labels
 
 __all__ = [
     "IGNORED",
@@ -111,6 +112,7 @@ def linear_cross_entropy(
         chunks = Chunks(hidden=flat, weight=weight, bias=bias, labels=targets, rows=rows, dtype=dtype, kernels=kernels)
         losses = summed_loss(chunks) if in_forward else losses_of_rows(chunks)
     losses = only_first_derivative(losses, "linear_cross_entropy", "compute the logits and call cross_entropy")
+    losses = with_labels(losses, ScoredLabels(labels=targets, ignore_index=IGNORED))
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_unified.nn.autograd_limits import only_first_derivative
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
+from lightning_unified.nn.cross_entropy.scored_labels import ScoredLabels, with_labels
 from lightning_unified.nn.lazy_logits.replay import Loss, replayed, replayed_losses
 from lightning_unified.nn.lazy_logits.source import HERE, NO_SECOND, Source, Step
 from lightning_unified.nn.linear_cross_entropy import (
@@ -40,6 +41,7 @@ def cross_entropy(
         loss = Loss(weight, ignore_index, label_smoothing)
         value = _reduced(view.source, hidden, labels, loss, view.shape[view.classes], reduction)
         value = only_first_derivative(value, *NO_SECOND)
+        value = with_labels(value, ScoredLabels(labels=labels, ignore_index=ignore_index, weight=weight))
         view.source.call.losses.append(reduction)
         device = hidden.device.type
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):

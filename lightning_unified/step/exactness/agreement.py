@@ -1,6 +1,6 @@
 """The loss rules that agreed in checks so far, and the step of the last agreement."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,15 @@ class AgreedRules:
         self.agreeing: list[LossRule] = []
         self._rejected: set[str] = set()
 
-    def candidates(self, batch: Any, rows: int) -> list[LossRule]:
+    def candidates(self, batch: Any, rows: int, ignored: Collection[int] = ()) -> list[LossRule]:
         """Return the loss rules that may hold for this batch.
 
         A declared rule is the only one. Otherwise these are the rules that agreed before, and the candidates of this batch that no check
-        rejected.
+        rejected. `ignored` holds labels that the module's losses are known to ignore.
         """
         if (own := declared(self._rules)) is not None:
             return [own]
-        known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows))}
+        known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows, ignored))}
         return [rule for name, rule in known.items() if name not in self._rejected]
 
     def add(self, found: Findings) -> None:

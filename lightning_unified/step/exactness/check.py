@@ -8,7 +8,8 @@ returned and logged values, and written state. One check sees only a sample of t
 3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`), or other operations near
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
-5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`);
+5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`),
+   on the rows of a micro-batch that lies on both sides;
 6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
 7. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
@@ -31,7 +32,7 @@ from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, 
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
-from lightning_unified.step.exactness.losses import likeliest
+from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
@@ -96,6 +97,7 @@ class ExactnessCheck:
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
         self._own_checked_at: int | None = None
+        self._own_checked = range(0)  # the rows of that check
         self._remembered: dict[str, Any] | None = None
 
     def verdict(self, own: Request, *, batch_idx: int) -> Verdict:
@@ -134,13 +136,12 @@ class ExactnessCheck:
         """
         is_done = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
-            if not asked.is_checked:
-                self._check(asked)
+            rows = self._own_checked if asked.is_checked else self._check(asked)
             if asked.micro_batches:
                 self._require_all_rows(asked)
             self._profiles.add(asked.facts)
             if asked is own:
-                is_done, self._own_checked_at = True, self._batches
+                is_done, self._own_checked_at, self._own_checked = True, self._batches, rows
         return is_done
 
     def batch_on_host(self, batch: Any) -> Any:
@@ -235,8 +236,8 @@ class ExactnessCheck:
     def see_bends(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> Verdict:
         """Check a batch whose loss bends a value in another way than in all batches before it.
 
-        Where micro-batches differ, the losses of all rows are compared too: few rows may all lie on one side. Return the verdict.
-        `bends` are those of the batch's micro-batches, `micro_batches` their rows.
+        Where micro-batches differ, the losses of all rows are compared too, and the rows of a micro-batch on both sides are checked: other
+        rows may all lie on one side. Return the verdict. `bends` are those of the batch's micro-batches, `micro_batches` their rows.
 
         Raises:
             SplitError: If the batch cannot be split exactly.
@@ -245,8 +246,11 @@ class ExactnessCheck:
         if not self._verdict.conclusive:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
-        compared = micro_batches if self._profiles.news(facts) and bends.is_mixed else ()
-        own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared)
+        news = self._profiles.news(facts)
+        compared = micro_batches if news and bends.is_mixed else ()
+        mixed = bends.mixed_rows(news, micro_batches) if compared else range(0)
+        is_checked = is_checked and {*mixed} <= {*self._own_checked}
+        own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared, differing=mixed)
         self._checked(own, is_due=lambda: bool(self._profiles.news(facts)))
         self._profiles.add(facts)
         return self._verdict
@@ -285,18 +289,20 @@ class ExactnessCheck:
         return self._agreed.give_other_shares(micro_batches, sizes)
 
     def _new_check(self, asked: Request) -> Check:
-        units = max(asked.micro_batch_size // asked.unit, UNITS)
+        most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
         return Check(
             kwargs=asked.kwargs,
-            rules=self._agreed.candidates(asked.batch, asked.rows),
+            rules=self._agreed.candidates(asked.batch, asked.rows, self.host_figures.ignored),
             rows=asked.rows,
             unit=asked.unit,
             micro_batch_size=asked.micro_batch_size,
-            most=UNITS if self._checks else units,
+            most=most,
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
             since=self._last.since(self._trainer.global_step),
             micro_batches=asked.micro_batches,
+            differing=asked.differing,
+            ignored=self.host_figures.ignored,
         )
 
     def _require_all_rows(self, asked: Request) -> None:
@@ -309,35 +315,35 @@ class ExactnessCheck:
                 refusal = error
         self._group.agreed("no gradients were compared" if refusal is None else refusal, check.rules)
 
-    def _check(self, asked: Request) -> None:
+    def _findings(self, asked: Request) -> tuple[Findings | str, Sequence[LossRule]]:
+        """Return the findings of all processes, or why they are undecided; and the rules of the check."""
         check = self._new_check(asked)
-        self._make_room()
         with activity("comparing whole and split rows"):
             try:
                 found: Findings | str | SplitError = self._examination.findings(check)
             except SplitError as refusal:
                 found = refusal
-        found = self._group.agreed(found, check.rules)
+        ignored = self._runner.ignored_labels - self.host_figures.ignored
+        self.host_figures.ignored |= ignored
+        try:
+            return self._group.agreed(found, check.rules), check.rules
+        except SplitError:
+            if not ignored:  # else no candidate knew of labels that the loss ignores
+                raise
+        return self._findings(asked)
+
+    def _check(self, asked: Request) -> range:
+        """Check a batch, and return the rows that ran; none if the check is undecided."""
+        self._make_room()
+        found, rules = self._findings(asked)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._undecided += 1
             if self._verdict is None or not self._verdict.conclusive:
-                rule = likeliest(check.rules)
-                self._verdict = self._recalled() or Verdict(
-                    rule=rule,
-                    conclusive=False,
-                    reason=f"{rule.name}, unchecked: {found}",
-                    unmergeable=self._unmergeable,
-                )
-            return
+                self._verdict = self._recalled() or Verdict.unchecked(likeliest(rules), found, self._unmergeable)
+            return range(0)
         self._undecided, self._thin = 0, self._thin + 1 if found.is_thin and self._is_thin else 0
         self._agreed.add(found)
         self._last = LastAgreement.now(self._trainer)
-        rule = found.agreeing[0]
-        self._verdict = Verdict(
-            rule=rule,
-            conclusive=True,
-            reason=f"{rule.name}: gradients of {found.rows} rows, whole and split, differ by {found.difference:.1e}",
-            noise=found.noise,
-            unmergeable=self._unmergeable,
-        )
+        self._verdict = Verdict.found(found, self._unmergeable)
+        return range(found.first, found.first + found.rows)

@@ -16,6 +16,7 @@ class Findings:
         agreeing: The loss rules under which the gradients agree, in the order of the candidates.
         rejected: The names of the loss rules under which the gradients differ.
         rows: The number of rows that ran.
+        first: The first of these rows.
         difference: The relative difference of the gradients under the first rule.
         noise: A note on random draws; empty if there is none.
         is_thin: Whether a single micro-batch had a gradient other than zero. Losses divided by a count of the batch, such as of its
@@ -28,6 +29,7 @@ class Findings:
     difference: float
     noise: str
     is_thin: bool = False
+    first: int = 0
 
     def joined(self, other: "Findings") -> "Findings":
         """Return these findings combined with those of a later trial of the agreeing rules."""

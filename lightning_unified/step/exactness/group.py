@@ -27,6 +27,7 @@ class Request:
         facts: The facts about the batch for which the check is due.
         is_checked: Whether gradients of some rows of the batch are compared already.
         micro_batches: The rows of each micro-batch in training, if the losses of all rows are to be compared too.
+        differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -36,6 +37,7 @@ class Request:
     facts: frozenset[Any] = frozenset()
     is_checked: bool = False
     micro_batches: Sequence[int] = ()
+    differing: range = range(0)
 
     @property
     def batch(self) -> Any:

@@ -1,6 +1,6 @@
 """Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,14 +93,16 @@ def declared(rules: MicroBatchRules) -> LossRule | None:
     return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
 
 
-def candidates(batch: Any, rows: int) -> list[LossRule]:
+def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[LossRule]:
     """Return the loss rules that may hold for a batch, the commonest first.
+
+    `ignored` holds labels that the module's losses are known to ignore.
 
     1. Rows.
     2. Scored labels: entries other than -100 of an integer field named `labels`, `label`, `targets` or `target`; and the same without each
        row's first label, which causal language models do not score.
-    3. For any integer field: entries other than -100, 0, -1, 255 or padding, if the field has that value; with and without each row's
-       first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
+    3. For any integer field: entries other than -100, 0, -1, 255, an ignored label or padding, if the field has that value; with and
+       without each row's first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
     4. Sums of masks and of non-negative weights, with and without each row's first entry; sums of counts, one for each row. Weights of
        positions and counts must be in fields that are named so.
     5. No weights: losses that are sums.
@@ -113,7 +115,7 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
             is_label = path.rsplit(".", 1)[-1] in _LABELS
             if is_label and not tensor.is_floating_point():
                 found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
-            later += _of_leaf(path, tensor, skip=IGNORED if is_label else None)
+            later += _of_leaf(path, tensor, ignored, skip=IGNORED if is_label else None)
     return [*found, *later, LossRule("sum", adds=True)]
 
 
@@ -150,14 +152,14 @@ def likeliest(rules: Sequence[LossRule]) -> LossRule:
     return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
 
 
-def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
+def _of_leaf(path: str, tensor: Tensor, ignored: Collection[int], *, skip: int | None) -> list[LossRule]:
     if tensor.is_complex():
         return []
     if tensor.dtype == torch.bool or _is_weight(path, tensor):
         return _counting(path, tensor, None, name=f"sum of {path!r}")
     if tensor.is_floating_point():
         return []
-    values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
+    values = dict.fromkeys((*_LEFT_OUT, *sorted(ignored), *_padding(tensor)))
     present = [value for value in values if value != skip and bool((tensor == value).any())]
     counted = [
         rule
@@ -262,6 +264,11 @@ class Weighting:
     def share(self, index: int) -> float | None:
         """Return a micro-batch's share of the batch, 0 to 1; None if losses add up without weights."""
         return None if self._adds else self.weights.terms[index] / sum(self.weights.terms)
+
+    @property
+    def shares(self) -> list[float | None]:
+        """The share of each micro-batch."""
+        return [self.share(index) for index in range(len(self.weights.terms))]
 
     def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Return the whole batch's loss: the weighted sum of losses; None without losses.

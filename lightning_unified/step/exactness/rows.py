@@ -1,6 +1,6 @@
 """Choose the rows that a check runs, and split them into unequal micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import named_tensors
 
-__all__ = ["splits_of", "starts_of", "window"]
+__all__ = ["splits_of", "starts_of", "window", "windows_over"]
 
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
-_IGNORED = -100
 
 
 def splits_of(units: int) -> list[list[int]]:
@@ -39,7 +38,7 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
+def window(batch: Any, *, rows: int, size: int, unit: int, ignored: Collection[int] = (-100,)) -> int:
     """Return the first of the `size` neighbouring rows whose data differ most.
 
     The data are labels, masks, lengths and missing values.
@@ -49,8 +48,9 @@ def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
         rows: The number of rows of the batch.
         size: The number of rows to choose, a multiple of `unit`.
         unit: The number of rows that a split keeps together.
+        ignored: Labels that losses ignore.
     """
-    features = _features(batch, rows)
+    features = _features(batch, rows, ignored)
     if size >= rows or features is None:
         return 0
     units = (rows - size) // unit
@@ -60,7 +60,21 @@ def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
     return int(starts[np.argmax(scores)])
 
 
-def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
+def windows_over(wanted: range, *, rows: int, size: int) -> list[int]:
+    """Return the first rows of windows of `size` rows, which together hold all wanted rows.
+
+    Args:
+        wanted: Neighbouring rows.
+        rows: The number of rows of the batch.
+        size: The number of rows of a window.
+    """
+    if len(wanted) <= size:
+        return [min(wanted.start, rows - size)]
+    last = wanted.stop - size
+    return [*range(wanted.start, last, size), last]
+
+
+def _features(batch: Any, rows: int, ignored: Collection[int]) -> "NDArray[np.int64] | None":
     """Return features of shape (rows, features); None if no tensor has rows.
 
     Each tensor gives the numbers of its zero, ignored and missing entries per row. Labels, one integer per row, are features themselves.
@@ -80,12 +94,24 @@ def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
         if leaf.is_floating_point():
             columns.append((~flat.isfinite()).sum(1))
         else:
-            columns.append((flat == _IGNORED).sum(1) if leaf.dtype not in (torch.bool, torch.uint8) else columns[-1])
+            columns.append(_count(flat, ignored))
             if flat.shape[1] == 1:
                 columns.append(flat[:, 0].long())
     if len({column.device for column in columns}) > 1:
         columns = [column.cpu() for column in columns]
     return torch.stack(columns, 1).cpu().numpy() if columns else None
+
+
+def _count(flat: Tensor, labels: Collection[int]) -> Tensor:
+    """Return how many entries of each row have one of some values."""
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    limits = torch.iinfo(flat.dtype)
+    counts = torch.zeros(len(flat), dtype=torch.long, device=flat.device)
+    for label in labels:
+        if limits.min <= label <= limits.max:
+            counts += (flat == label).sum(1)
+    return counts
 
 
 def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int) -> "NDArray[np.float64]":

@@ -7,6 +7,7 @@ import lightning as L
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 
 __all__ = ["Verdict", "batch_norms_of", "refuse_batch_norm"]
@@ -31,6 +32,18 @@ class Verdict:
     noise: str = ""
     unmergeable: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+
+    @classmethod
+    def found(cls, findings: Findings, unmergeable: tuple[str, ...]) -> "Verdict":
+        """Return the verdict that follows from the findings of a check."""
+        rule, difference = findings.agreeing[0], findings.difference
+        reason = f"{rule.name}: gradients of {findings.rows} rows, whole and split, differ by {difference:.1e}"
+        return cls(rule=rule, conclusive=True, reason=reason, noise=findings.noise, unmergeable=unmergeable)
+
+    @classmethod
+    def unchecked(cls, rule: LossRule, why: str, unmergeable: tuple[str, ...]) -> "Verdict":
+        """Return the verdict for an undecided check, with the likeliest rule."""
+        return cls(rule=rule, conclusive=False, reason=f"{rule.name}, unchecked: {why}", unmergeable=unmergeable)
 
 
 def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[str] = ()) -> None:

@@ -29,7 +29,13 @@ from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 
-__all__ = ["CheckedSplitter"]
+__all__ = ["CheckedSplitter", "ReweightedError"]
+
+_ROUNDING = 1e-9  # largest difference of two equal shares
+
+
+class ReweightedError(SplitError):
+    """A batch's losses are weighted by a rule that a check of the same batch has replaced; the batch is to be repeated."""
 
 
 class CheckedSplitter:
@@ -142,23 +148,26 @@ class CheckedSplitter:
     def _micro_batches(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: list[int]) -> SplitBatch:
         key, batch = next(iter(kwargs.items()))
         micro_batches = self.splitter.micro_batches(batch, rows)
+        weighting = partial(self._weighting, batch, micro_batches, rows)
+        used = weighting()
+        keeps = partial(self._require_weights, used, weighting, self._policy.splits.loss_rule.name)
         return SplitBatch(
             [partial(self._step, OrderedDict(kwargs, **{key: one})) for one in micro_batches],
-            self._weighting(batch, micro_batches, rows),
+            used,
             merging=SplitResults(
                 self.check.tables,
                 results=self._trainer.fit_loop.epoch_loop._results,
                 metrics=self._metrics(),
                 state=self._written if self._is_checked else None,
                 ignored=batch_norms_of(self._trainer.lightning_module),
-                learn=partial(self._learn_more, kwargs, shape),
+                learn=_then(partial(self._learn_more, kwargs, shape), keeps),
             ),
             parameters=list(self._trainer.lightning_module.parameters()),
             outside=OutsideWrites(
                 self._trainer, batch, micro_batches, rows, is_read=overrides(self._trainer, "on_train_batch_end")
             ),
-            see_graph=partial(self._see_graph, kwargs, shape),
-            see_bends=partial(self._see_bends, kwargs, shape, rows),
+            see_graph=_then(partial(self._see_graph, kwargs, shape), keeps),
+            see_bends=_then(partial(self._see_bends, kwargs, shape, rows), keeps),
             is_checked=self._is_checked,
             skips_backward=self._group.has_whole_parameters,
         )
@@ -173,6 +182,32 @@ class CheckedSplitter:
         if on_host is not None:
             micro_batches = self.splitter.micro_batches(on_host, rows)
         return Weighting(rule, micro_batches, rows)
+
+    def _require_weights(self, used: Weighting, weighting: Callable[[], Weighting], rule: str) -> None:
+        """Require that the loss rule gives a batch the weights that it was split with.
+
+        Args:
+            used: These weights.
+            weighting: Returns the weights that the present rule gives.
+            rule: The name of the rule that gave `used`.
+
+        Raises:
+            ReweightedError: If the rules give other weights.
+        """
+        name = self._policy.splits.loss_rule.name
+        if name == rule:
+            return
+        shares = zip(used.shares, weighting().shares, strict=True)
+        if any(abs((1 if now is None else now) - (1 if was is None else was)) > _ROUNDING for was, now in shares):
+            raise ReweightedError(
+                f"the micro-batches of this batch were weighted by {rule}, and a check of it found {name}. Declare "
+                "MicroBatchRules(loss_weight=…), the number of terms that the loss is a mean over."
+            )
+
+    @property
+    def repeats_alone(self) -> bool:
+        """Whether this process may repeat a batch without the others."""
+        return self._group.has_whole_parameters
 
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
         """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""
@@ -238,6 +273,14 @@ class CheckedSplitter:
         found = self.check.attend(Request(kwargs=kwargs, rows=1, unit=1, micro_batch_size=1))
         if found is not None:
             self._policy.splits.record(found)
+
+
+def _then(call: Callable[..., None], follow: Callable[[], None]) -> Callable[..., None]:
+    def both(*args: Any) -> None:
+        call(*args)
+        follow()
+
+    return both
 
 
 def _moves_by_hook(trainer: L.Trainer) -> bool:

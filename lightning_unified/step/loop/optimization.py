@@ -29,7 +29,7 @@ from lightning_unified.errors import ConfigurationError, RecomputationError
 from lightning_unified.nn.second_run.runs import named_errors
 from lightning_unified.step.device_gradients import DeviceGradientCheck
 from lightning_unified.step.loop.attempt import Attempt
-from lightning_unified.step.loop.checked_splitter import CheckedSplitter
+from lightning_unified.step.loop.checked_splitter import CheckedSplitter, ReweightedError
 from lightning_unified.step.loop.closure import MicroBatchClosure, ZeroGrad, order_of_zeroing
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_batch import WholeBatch
@@ -157,15 +157,20 @@ class UnifiedOptimization(_AutomaticOptimization):
                 copies_weights=rollback,
             )
             self._phase = "forward"
-            outputs = reason = unlike = None
+            outputs = reason = None
+            is_over = True
             try:
                 with named_errors():
                     outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             except RecomputationError as error:
                 self._policy.leave_unrecomputed(error)
-                unlike = error.kind
+                is_over = False
+            except ReweightedError:
+                if not self._batches.repeats_alone:
+                    raise
+                is_over = False
             self._attempt = None
-            if reason is None and unlike is None:
+            if reason is None and is_over:
                 break
             kwargs[key] = attempt.undo()
             del attempt

@@ -10,7 +10,7 @@ A fact tells which sides the micro-batches of a batch have, and whether their nu
 each row's term: that is no mistake, so facts only ask for a comparison.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,15 +62,35 @@ class LossBends:
         """Whether micro-batches differ: in operations, in sides of a bend, or in numbers."""
         return any(value[-1] for _, kind, value in self.facts() if kind == "bends")
 
+    def mixed_rows(self, facts: Collection[Any], micro_batches: Sequence[int]) -> range:
+        """Return the rows of the micro-batch that lies on both sides of most of the bends in `facts`.
+
+        No rows if none lies on both sides of one of them.
+
+        Args:
+            facts: Facts about this batch.
+            micro_batches: The rows of each micro-batch.
+        """
+        places: dict[Any, set[int]] = {}
+        for fact in facts:
+            if isinstance(fact, tuple) and fact[:2] == ("the loss", "bends") and len(fact[2]) > 2:
+                graph, place, *_ = fact[2]
+                places.setdefault(graph, set()).add(place)
+        numbers = [
+            sum(low < high for place, (low, high) in enumerate(figures) if place in places.get(graph, ()))
+            for (graph, _), figures in zip((key for key, _ in self._seen), self._on_host(), strict=True)
+        ]
+        if not any(numbers):
+            return range(0)
+        index = numbers.index(max(numbers))
+        return range(sum(micro_batches[:index]), sum(micro_batches[: index + 1]))
+
     def facts(self) -> frozenset[Fact]:
         """Return the facts about the batch, after the figures of all micro-batches are on the host."""
-        for transfer in self._transfers:
-            transfer.synchronize()
         facts: set[Fact] = set(self._graphs)
-        figures = _on_host([one for _, entries in self._seen for one in entries])
         alike: dict[Any, list[list[tuple[float, ...]]]] = {}
-        for key, entries in self._seen:
-            alike.setdefault(key, []).append([next(figures) for _ in entries])
+        for (key, _), figures in zip(self._seen, self._on_host(), strict=True):
+            alike.setdefault(key, []).append(figures)
         if len(alike) > 1:
             facts.add(("the loss", "bends", (frozenset(alike), True)))
         for (graph, names), of_micro_batches in alike.items():
@@ -79,6 +99,13 @@ class LossBends:
                 noted = None if name.endswith(NUMBER) else sides
                 facts.add(("the loss", "bends", (graph, place, name, noted, len(sides) > 1)))
         return frozenset(facts)
+
+    def _on_host(self) -> list[list[tuple[float, ...]]]:
+        """Return the figures of each micro-batch as numbers, after their transfers have ended."""
+        for transfer in self._transfers:
+            transfer.synchronize()
+        figures = _on_host([one for _, entries in self._seen for one in entries])
+        return [[next(figures) for _ in entries] for _, entries in self._seen]
 
 
 def _on_host(figures: list[Tensor]) -> Iterator[tuple[float, ...]]:

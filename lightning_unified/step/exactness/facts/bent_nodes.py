@@ -6,18 +6,21 @@
 | softplus, softshrink, hardsigmoid, prelu, elu, logaddexp and others, of a few values | the same |
 | the largest or smallest of a few values, their order, logsumexp | which one it is, or a number that tells the order |
 | multiplication by a few numbers, or division; a power, a factor of a sum | the number, or one computed from a few |
-| masked_fill, a mask as an index, labels that a cross-entropy ignores | whether some entries are left out |
-| class weights of a cross-entropy | the mean weight of a scored label |
+| masked_fill, a mask as an index, labels that a cross-entropy ignores | whether some entries are left out, and whether some are not |
+| class weights of a cross-entropy | the mean, the smallest and the largest weight of a scored label |
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["NUMBER", "figures_of"]
+from lightning_unified.nn.cross_entropy.scored_labels import ScoredLabels, scored_labels_of
+
+__all__ = ["NUMBER", "figures_of", "ignored_labels"]
 
 _MOST = 4096  # entries of a bent tensor; larger ones hold positions of rows, not means over rows
 _FEW = 16  # values of which the largest is taken, such as the losses of some tasks
@@ -33,8 +36,8 @@ def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
         with suppress(RuntimeError):  # a saved tensor was written in place, or is freed
             if (number := _number_of(node, name)) is not None:
                 yield name + NUMBER, number.reshape(1).expand(2)
-            elif name in _LABELS:
-                yield from ((f"{name} {what}", figure.reshape(1).expand(2)) for what, figure in _labels_of(node))
+            elif (labels := _labels_of(node)) is not None:
+                yield from ((f"{name} {what}", pair) for what, pair in _figures_of_labels(labels))
             elif name in _SIDES:
                 sides = _SIDES[name](node)
                 if sides is not None and 0 < sides.numel() <= _MOST:
@@ -80,15 +83,39 @@ def _told_apart(few: Tensor) -> Tensor:
 _LABELS = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
-def _labels_of(node: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield whether a cross-entropy ignores some labels, and the mean class weight of the others."""
-    target, total = _saved(node, "target"), _saved(node, "total_weight")
-    if not isinstance(target, Tensor) or not target.numel():
+def _labels_of(node: Any) -> ScoredLabels | None:
+    """Return the labels of a cross-entropy; None for other nodes, and where they would be computed again."""
+    if node.name() not in _LABELS:
+        return scored_labels_of(node)
+    labels, ignored, weight = _saved(node, "target"), _saved(node, "ignore_index"), _saved(node, "weight")
+    if not isinstance(labels, Tensor):
+        return None
+    return ScoredLabels(labels=labels, ignore_index=int(ignored), weight=weight if isinstance(weight, Tensor) else None)
+
+
+def ignored_labels(nodes: Iterable[Any]) -> set[int]:
+    """Return the labels that the cross-entropies among autograd's nodes do not score."""
+    found: set[int] = set()
+    for node in nodes:
+        with suppress(RuntimeError):  # the labels were written in place
+            if (labels := _labels_of(node)) is not None:
+                found.add(labels.ignore_index)
+    return found
+
+
+def _figures_of_labels(found: ScoredLabels) -> Iterator[tuple[str, Tensor]]:
+    """Yield on which sides labels lie, scored or ignored, and figures of the class weights of the scored ones."""
+    labels, weight = found.labels, found.weight
+    if not labels.numel():
         return
-    scored = target != _saved(node, "ignore_index")
-    yield "with labels that are ignored", (~scored.all()).float()
-    if isinstance(_saved(node, "weight"), Tensor) and isinstance(total, Tensor) and total.numel() == 1:
-        yield f"with class weights{NUMBER}", total.float().reshape(()) / scored.sum().clamp(min=1)
+    scored = labels != found.ignore_index
+    yield "with labels that are ignored", torch.stack((scored.all(), scored.any())).float()
+    if weight is not None:
+        weights = weight.detach().float()[labels.clamp(min=0, max=len(weight) - 1)]
+        mean = weights.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
+        yield f"with class weights{NUMBER}", mean.reshape(1).expand(2)
+        extremes = weights.masked_fill(~scored, inf).min(), weights.masked_fill(~scored, -inf).max()
+        yield f"with extreme class weights{NUMBER}", torch.stack(extremes)
 
 
 def _saved(node: Any, name: str) -> Any:

@@ -6,7 +6,8 @@ tensor is certain to have the same values.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_unified.step.exactness.facts.fields import named_tensors
 __all__ = ["KINDS", "HostFigures", "figures_of"]
 
 KINDS = 64  # range of integers within which each value is a fact; a power of two
-_IGNORED = -100
+_IGNORED = -100  # the label that torch's cross_entropy ignores by default
 _MOST_ON_HOST = 1 << 18  # entries of a tensor; more take the host longer than a wait for the device
 
 # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
@@ -34,10 +35,12 @@ class HostFigures:
 
     Attributes:
         is_wanted: Whether the next `note` computes anything. It does for the first batch, and then after each batch that is split.
+        ignored: The labels that count as ignored.
     """
 
     def __init__(self) -> None:
         self.is_wanted = True
+        self.ignored: frozenset[int] = frozenset({_IGNORED})
         self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
         self._host: Any = None
         self._host_versions: list[tuple[Tensor, int]] = []
@@ -53,7 +56,7 @@ class HostFigures:
         if list(before) != list(after):
             return
         pairs = [(before[path], after[path]) for path in before if _is_moved(before[path], after[path])]
-        for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs]), strict=True):
+        for (_, leaf), figures in zip(pairs, figures_of([one for one, _ in pairs], self), strict=True):
             self._found[id(leaf)] = (weakref.ref(leaf), leaf._version, figures)
         if pairs and len(pairs) == len(before):
             self._host, self._host_versions = host, [(one, one._version) for one, _ in pairs]
@@ -84,6 +87,7 @@ def figures_of(leaves: Sequence[Tensor], known: HostFigures | None = None) -> li
 
     `_float_figures` and `_integer_figures` list them.
     """
+    ignored = frozenset({_IGNORED}) if known is None else known.ignored
     found = [None if known is None else known.of(leaf) for leaf in leaves]
     groups: dict[Any, list[int]] = {}  # small leaves of one shape are stacked, which takes fewer kernels
     for index, leaf in enumerate(leaves):
@@ -94,7 +98,7 @@ def figures_of(leaves: Sequence[Tensor], known: HostFigures | None = None) -> li
     for indices in groups.values():
         flat = [leaves[index].detach().reshape(len(leaves[index]), -1) for index in indices]
         stacks.append(torch.stack(flat) if len(flat) > 1 else flat[0][None])
-    figures = [_float_figures(stack) if stack.is_floating_point() else _integer_figures(stack) for stack in stacks]
+    figures = [_float_figures(one) if one.is_floating_point() else _integer_figures(one, ignored) for one in stacks]
     for indices, numbers in zip(groups.values(), _on_host(figures), strict=True):
         for index, own in zip(indices, numbers, strict=True):
             found[index] = own
@@ -130,7 +134,7 @@ def _float_figures(stack: Tensor) -> Tensor:
     return _over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite()))
 
 
-def _integer_figures(stack: Tensor) -> Tensor:
+def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (_IGNORED,)) -> Tensor:
     """Return figures of shape (leaves, 11 + 64) of values and rows.
 
     They are the lowest and highest value, figures of rows, and the values that occur modulo 64.
@@ -140,14 +144,16 @@ def _integer_figures(stack: Tensor) -> Tensor:
 
     Args:
         stack: Leaves of integers or booleans, of shape (leaves, rows, entries per row).
+        ignored_labels: The values of ignored entries.
     """
     whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
     flat = whole.flatten(1)
     limits = torch.stack([flat.amin(1), flat.amax(1)], 1).long()
     zeros = _counted(whole, lambda part: part == 0)
     ignored = torch.zeros_like(zeros)
-    if whole.dtype != torch.uint8:
-        ignored = _counted(whole, lambda part: part == _IGNORED)
+    for label in ignored_labels:
+        if torch.iinfo(whole.dtype).min <= label <= torch.iinfo(whole.dtype).max:
+            ignored += _counted(whole, partial(torch.eq, other=label))
     second = min(1, whole.shape[2] - 1)
     repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
     figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)

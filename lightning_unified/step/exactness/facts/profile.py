@@ -7,7 +7,7 @@ weight. So a batch with new facts is checked before its update. A profile is a s
 |---|---|---|
 | the values that occur | integers within a range of 64, texts | detect a new label |
 | the order of magnitude of the largest and smallest, and whether the largest is 255 | other integers | detect larger values and void pixels |
-| the order of magnitude of the share of zeros, and of labels of -100 | every tensor | detect the first padding |
+| the order of magnitude of the share of zeros, and of labels that losses ignore | every tensor | detect the first padding |
 | the order of magnitude of the share of rows that begin or end with the same number twice | integers | detect padding by any number |
 | whether a row has only zeros, or no zeros; whether there is NaN or infinity | every tensor | detect the first row without observations |
 | the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | detect new lengths |

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from lightning_unified.options.activation_checkpointing import ALL, Checkpointed
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.losses import LossRule
-from lightning_unified.step.exactness.rows import splits_of, starts_of, window
+from lightning_unified.step.exactness.rows import splits_of, starts_of, window, windows_over
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.all_rows import rules_of_all_rows
 from lightning_unified.step.exactness.trials.comparison import Trial
@@ -54,6 +54,8 @@ class Check:
         is_first: Whether no check was conclusive yet, or all were thin. The rows are then split in two ways, and also run with dropout.
         since: A sentence for a refusal: which batches were split before.
         micro_batches: The rows of each micro-batch in training; empty where unknown.
+        differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
+        ignored: Labels that losses ignore.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -66,6 +68,8 @@ class Check:
     is_first: bool
     since: str
     micro_batches: Sequence[int] = ()
+    differing: range = range(0)
+    ignored: Collection[int] = (-100,)
 
     @property
     def batch(self) -> Any:
@@ -81,6 +85,16 @@ class Check:
         """
         splits = splits_of(units)
         return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
+
+    def starts(self, size: int) -> list[int]:
+        """Return the first row of each window of `size` rows that is to run: one, or as many as hold all differing rows."""
+        if self.differing:
+            return windows_over(self.differing, rows=self.rows, size=size)
+        return [self.window(size)]
+
+    def window(self, size: int) -> int:
+        """Return the first of `size` neighbouring rows whose data differ most."""
+        return window(self.batch, rows=self.rows, size=size, unit=self.unit, ignored=self.ignored)
 
 
 class Examination:
@@ -256,17 +270,34 @@ class Examination:
         return to_host(self._splitter.split(batch, start, stop, rows=rows))
 
     def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
-        """Return the findings on `units` units of rows; None if memory runs out."""
+        """Return the findings on windows of `units` units of rows; None if memory runs out.
+
+        Undecided windows count only where all are.
+        """
+        rows = units * check.unit
+        joined: Findings | str | None = None
+        for start in check.starts(rows):
+            trial = Trial(
+                kwargs=check.kwargs,
+                batch_rows=check.rows,
+                start=start,
+                rows=rows,
+                take=take or self._splitter.split,
+                split=check.split(units),
+                is_quiet=not self._runner.draws_in_eval,
+            )
+            found = self._tried_once(check, trial)
+            if found is None:
+                return None
+            if isinstance(joined, Findings) and isinstance(found, Findings):
+                joined = joined.joined(found)
+            elif not isinstance(joined, Findings):
+                joined = found
+        return joined
+
+    def _tried_once(self, check: Check, trial: Trial) -> Findings | str | None:
+        """Return the findings of one trial, confirmed in a first check; None if memory runs out."""
         judge = Judge(self._runner, self._tables)
-        trial = Trial(
-            kwargs=check.kwargs,
-            batch_rows=check.rows,
-            start=window(check.batch, rows=check.rows, size=units * check.unit, unit=check.unit),
-            rows=units * check.unit,
-            take=take or self._splitter.split,
-            split=check.split(units),
-            is_quiet=not self._runner.draws_in_eval,
-        )
         try:
             with self._group.trial():
                 found = judge.findings(trial, check.rules, since=check.since)
@@ -302,7 +333,7 @@ class Examination:
         size = units * check.unit
         return replace(
             trial,
-            start=window(check.batch, rows=trial.batch_rows, size=size, unit=check.unit),
+            start=check.window(size),
             rows=size,
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,

@@ -73,6 +73,7 @@ class Judge:
             rows=trial.rows,
             difference=off[agreeing[0].name].relative,
             noise=noise,
+            first=trial.start,
             is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
         )
 

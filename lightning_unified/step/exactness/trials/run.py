@@ -17,6 +17,8 @@ from lightning_unified.errors import RankError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
+from lightning_unified.step.exactness.facts.bent_nodes import ignored_labels
+from lightning_unified.step.exactness.facts.graph import graph_near
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import CheckGroup
@@ -62,6 +64,7 @@ class Runner:
         keeps_autocast: Whether the step runs with autocast, because it fails without it.
         draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
         counters: The counters of the run's progress that the step reads.
+        ignored_labels: The labels that losses of the step ignore.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Runner:
         self.module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
+        self.ignored_labels: set[int] = set()
         self._sampled: list[Tensor] = []
         self._state = state_of_step(trainer)
 
@@ -135,6 +139,7 @@ class Runner:
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
+            self.ignored_labels |= ignored_labels(graph_near(loss)[1])
             versions = [parameter._version for parameter in parameters]
             with draws if draws.covers_backward else nullcontext(), inside_hook(self.module, "backward"):
                 self.module.backward(loss * scale)

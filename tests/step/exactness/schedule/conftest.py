@@ -15,7 +15,7 @@ def checks(monkeypatch):
         seen.steps.append(self._trainer.global_step)
         seen.rows.append([])
         seen.splits.append([])
-        check(self, *args, **sizes)
+        return check(self, *args, **sizes)
 
     def noted(judge, trial, rules, *, since):
         seen.rows[-1].append(trial.rows)

@@ -134,11 +134,6 @@ class Rare(Net):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 100))
 
 
-class Ignoring(Rare):
-    def loss(self, out, batch):
-        return F.cross_entropy(out, batch["label"], ignore_index=99)
-
-
 class Weighing(Rare):
     def loss(self, out, batch):
         weight = torch.ones(100, dtype=out.dtype)
@@ -146,13 +141,12 @@ class Weighing(Rare):
         return F.cross_entropy(out, batch["label"], weight=weight)
 
 
-@pytest.mark.parametrize("kind", [Ignoring, Weighing])
-def test_a_label_that_counts_otherwise_is_seen_among_many_classes(kind, checks):
+def test_a_label_with_another_weight_is_seen_among_many_classes(checks):
     def label(batch, row):
         return {"label": 99 if (batch, row) == (9, 7) else (0, 98, 50, 7)[row % 4]}
 
-    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
-        run(kind, batches(number=13, size=8, change=label))
+    with pytest.raises(SplitError, match="Weighing cannot be split exactly"):
+        run(Weighing, batches(number=13, size=8, change=label))
 
     assert checks.steps[-1] == 9
 
@@ -222,6 +216,15 @@ def test_losses_on_one_side_are_not_mixed_and_those_on_two_sides_are():
     assert bends_of(low * 2, high * 3).is_mixed
     assert not bends_of(low * 2, high * 2).is_mixed
     assert bends_of(low * 2, high.exp() * 2).is_mixed
+
+
+def test_the_mixed_rows_are_those_of_the_micro_batch_on_both_sides():
+    low, high, both = (torch.tensor(value, requires_grad=True) for value in ([0.5], [2.0], [0.5, 2.0]))
+    bends = bends_of(*(F.relu(one - 1).sum() for one in (low, both, high)))
+
+    assert bends.mixed_rows(bends.facts(), [4, 3, 2]) == range(4, 7)
+    assert not bends.mixed_rows(frozenset(), [4, 3, 2])
+    assert not bends_of(F.relu(low - 1).sum(), F.relu(high - 1).sum()).mixed_rows(bends.facts(), [4, 3])
 
 
 def test_a_value_that_would_be_computed_again_is_not_read():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unified.step.exactness.rows import splits_of, starts_of, window
+from lightning_unified.step.exactness.rows import splits_of, starts_of, window, windows_over
 
 
 @pytest.mark.parametrize("units", range(2, 41))
@@ -88,6 +88,17 @@ def test_the_window_ends_with_the_batch():
 @pytest.mark.parametrize("batch", [{"text": ["a"] * 32}, {"x": torch.ones(3, 4)}, {"x": torch.ones(32, 0)}])
 def test_batches_without_tensors_of_rows_are_looked_at_from_the_first(batch):
     assert window(batch, rows=32, size=8, unit=1) == 0
+
+
+@pytest.mark.parametrize(("wanted", "size", "starts"), [
+    (range(24, 48), 24, [24]),
+    (range(24, 48), 8, [24, 32, 40]),
+    (range(24, 48), 10, [24, 34, 38]),
+    (range(48, 64), 24, [40]),
+    (range(8), 24, [0]),
+])  # fmt: skip
+def test_windows_hold_all_wanted_rows(wanted, size, starts):
+    assert windows_over(wanted, rows=64, size=size) == starts
 
 
 def test_complex_sparse_and_whole_number_tensors_are_looked_at_too():
