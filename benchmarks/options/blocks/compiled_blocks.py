@@ -6,7 +6,7 @@ The bare cell of a network measures a compiled loop without Lightning. The other
 a module that the user compiled. "graphs" cells have compiled blocks and the callback `CudaGraphs`. What they record lies in memory that the
 allocator reserves: `reserved_bytes` includes it, `peak_bytes` does not. "chunked" cells ask for a loss in chunks of 4,096 rows. The unit of a network's budgets is the peak of its first cell.
 
-Usage: python -m benchmarks.options.blocks.compiled_blocks [network/cell ...] [--steps 60] [--seconds 170]
+Usage: python -m benchmarks.options.blocks.compiled_blocks [network/cell ...] [--steps 140] [--seconds 170]
        (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out, and `--add` keeps the
        other cells of a record from the same device and versions)
 """
@@ -310,7 +310,7 @@ def unit_of(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cells", nargs="*", default=list(CELLS))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--seconds", type=float, default=170)
     parser.add_argument("--add", action="store_true")
     options = parser.parse_args()

@@ -30,12 +30,12 @@ class ScoredLabels:
 
 
 def with_labels(loss: Tensor, labels: ScoredLabels) -> Tensor:
-    """Return `loss`, with a node in its graph that keeps the labels until the backward pass has passed it."""
+    """Return `loss`, with a node in its graph that keeps the labels until the backward pass."""
     return _Labels.apply(loss, labels)  # pyright: ignore[reportReturnType]
 
 
 def scored_labels_of(node: Any) -> ScoredLabels | None:
-    """Return the labels that a node of autograd's graph keeps; None if it is not from `with_labels`."""
+    """Return the labels that a node of `with_labels` keeps; None for other nodes."""
     found = getattr(node, "scored_labels", None)
     return found if isinstance(found, ScoredLabels) else None
 

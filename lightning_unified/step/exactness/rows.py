@@ -61,7 +61,7 @@ def window(batch: Any, *, rows: int, size: int, unit: int, ignored: Collection[i
 
 
 def windows_over(wanted: range, *, rows: int, size: int) -> list[int]:
-    """Return the first rows of windows of `size` rows, which together hold all wanted rows.
+    """Return the first rows of windows of `size` rows, which hold all wanted rows.
 
     Args:
         wanted: Neighbouring rows.

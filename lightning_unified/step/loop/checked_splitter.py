@@ -35,7 +35,7 @@ _ROUNDING = 1e-9  # largest difference of two equal shares
 
 
 class ReweightedError(SplitError):
-    """A batch's losses are weighted by a rule that a check of the same batch has replaced; the batch is to be repeated."""
+    """A check of a batch found other weights than its micro-batches had; the batch is to be repeated."""
 
 
 class CheckedSplitter:

@@ -90,7 +90,8 @@ def _labels_of(node: Any) -> ScoredLabels | None:
     labels, ignored, weight = _saved(node, "target"), _saved(node, "ignore_index"), _saved(node, "weight")
     if not isinstance(labels, Tensor):
         return None
-    return ScoredLabels(labels=labels, ignore_index=int(ignored), weight=weight if isinstance(weight, Tensor) else None)
+    ignored -= 1 << 64 if ignored >> 63 else 0  # autograd's nodes return -100 as an unsigned integer
+    return ScoredLabels(labels=labels, ignore_index=ignored, weight=weight if isinstance(weight, Tensor) else None)
 
 
 def ignored_labels(nodes: Iterable[Any]) -> set[int]:

@@ -87,7 +87,10 @@ class Check:
         return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
 
     def starts(self, size: int) -> list[int]:
-        """Return the first row of each window of `size` rows that is to run: one, or as many as hold all differing rows."""
+        """Return the first row of each window of `size` rows that is to run.
+
+        It is one window, or as many as hold all differing rows.
+        """
         if self.differing:
             return windows_over(self.differing, rows=self.rows, size=size)
         return [self.window(size)]
