@@ -73,6 +73,7 @@ class FirstStep:
         self.memory = PredictedMemory(policy, self.budget, self.planning, self.validation)
         self._kinds = BatchKinds()
         self._batches = 0
+        self._has_checked = self._splits = self._is_measured = False
         self._has_validated = self._is_ample = False
         self._generation = ""
 
@@ -201,11 +202,26 @@ class FirstStep:
             return
         self.validation.look(batch, shape, limit=self.budget.left, factor=self.memory.factor)
 
+    def note_check(self) -> None:
+        """Note that an exactness check runs, whose memory is no step's."""
+        self._has_checked = True
+
     def batch_done(self) -> None:
-        """Record the measured peak beside the predicted one, after the first batches."""
+        """Record the measured peak beside the predicted one, after the first batches.
+
+        After an exactness check, the peak is counted anew, and recorded after the first batch without a check.
+        """
         self._batches += self.planning.prediction is not None
-        if self._batches == _STEADY and not self._has_validated and not is_recorded(self._module):
-            self.memory.record_measured()  # the activations of a recorded graph's replay are in no counter
+        if self._is_measured or self._batches < _STEADY - 1:
+            return
+        if self._has_validated or is_recorded(self._module):  # a recorded graph's activations are in no counter
+            self._is_measured = True
+        elif self._has_checked:
+            self._has_checked, self._splits = False, True
+            self._is_measured = self._policy.watch.next_peak().bytes is None
+        elif self._batches >= _STEADY:
+            watch, self._is_measured = self._policy.watch, True
+            self.memory.record_measured(watch.next_peak().bytes if self._splits else watch.measured_peak().bytes)
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -70,10 +70,9 @@ class PredictedMemory:
         calibration = self._planning.calibration
         return 1.0 if calibration is None else calibration.peak_factor(self._planning.kind)
 
-    def record_measured(self) -> None:
-        """Store the measured peak beside the predicted one; later runs on this machine use it."""
+    def record_measured(self, measured: int | None) -> None:
+        """Store a measured peak, in bytes, beside the predicted one; later runs on this machine use it."""
         watch, predicted, calibration = self._policy.watch, self.peak_bytes, self._planning.calibration
-        measured = watch.measured_peak().bytes
         if calibration is None or watch.machine is not None or measured is None or predicted is None:
             return
         foreign = self._budget.foreign_bytes

@@ -47,6 +47,7 @@ class CheckedSplitter:
         step: Runs `training_step` with given arguments, as the loop does.
         fits: `fits(rows)` returns whether `rows` rows are predicted to fit as one micro-batch; None where nothing is predicted.
         metrics: Returns the module's torchmetrics objects, by path.
+        note_check: Is called before each exactness check.
 
     Attributes:
         before_refusal: Is called when a batch cannot be split exactly, before it runs whole or the error is raised. It may raise another
@@ -61,13 +62,14 @@ class CheckedSplitter:
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
         metrics: Callable[[], Mapping[str, Metric]],
+        note_check: Callable[[], None],
     ) -> None:
         self._trainer, self._policy, self._step, self._metrics = trainer, policy, step, metrics
         self._rules, self.splitter = policy.batches.of("fit"), policy.batches.splitter("fit")
         self._is_checked = policy.batches.checks("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
-        self._fits = fits
+        self._fits, self._note_check = fits, note_check
         self._moves_by_hook = _moves_by_hook(trainer)
         self._group = CheckGroup()
         self.before_refusal: Callable[[], None] = lambda: None
@@ -104,6 +106,7 @@ class CheckedSplitter:
 
     def _make_room(self) -> None:
         """Free CUDA graphs where memory is scarce, because a check runs eagerly beside them."""
+        self._note_check()
         watch = self._policy.watch
         reserved = watch.reading().reserved.bytes
         if reserved is not None and 2 * reserved > watch.bytes:

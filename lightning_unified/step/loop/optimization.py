@@ -70,6 +70,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             step=self._training_step,
             fits=_unknown if planner is None else planner.fits,
             metrics=lambda: self._state.named_metrics,
+            note_check=_nothing if planner is None else planner.note_check,
         )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
@@ -269,6 +270,10 @@ class UnifiedOptimization(_AutomaticOptimization):
 def _without_gradients(trainer: L.Trainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
     with torch.no_grad(), trainer.precision_plugin.train_step_context():
         return prepare(batch)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _unknown(_rows: int) -> None:

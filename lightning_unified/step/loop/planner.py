@@ -25,5 +25,8 @@ class StepPlanner(Protocol):
     def fits(self, rows: int) -> bool | None:
         """Return whether `rows` rows of the batch are predicted to fit; None without a prediction."""
 
+    def note_check(self) -> None:
+        """Note that an exactness check runs, whose memory is no step's."""
+
     def batch_done(self) -> None:
         """Learn from a batch that has run."""

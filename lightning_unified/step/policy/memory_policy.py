@@ -15,11 +15,12 @@ from lightning_unified.step.policy.batch_rules import BatchRules
 from lightning_unified.step.policy.notices import Notices
 from lightning_unified.step.policy.sizing import MicroBatchSizing
 from lightning_unified.step.policy.split_approval import SplitApproval
-from lightning_unified.step.recovery.budget_watch import BudgetWatch, refuse_budget_below_process, refuse_small_budget
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.cache_care import CacheCare
 from lightning_unified.step.recovery.kept import KeptMemory
 from lightning_unified.step.recovery.oom import caught, requested_bytes
 from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.step.recovery.small_budgets import refuse_budget_below_process, refuse_small_budget
 from lightning_unified.step.split import BatchShape, positions
 
 __all__ = ["STAGES", "MemoryPolicy"]

@@ -1,17 +1,13 @@
 """The budget of a run: resolve it, cap the allocator, compare it with the memory in use."""
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lightning_unified.cost_model import describe_bytes, metal_heap_bytes, static_bytes
 from lightning_unified.cost_model.backends import hidden_bytes
-from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import (
     Budget,
     BudgetFollower,
@@ -32,9 +28,9 @@ from lightning_unified.hardware.allocators.settings import AllocatorSettings, al
 from lightning_unified.hardware.host.memory import resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.step.recovery.oom import release_cached_memory
-from lightning_unified.units import MIB, format_bytes
+from lightning_unified.units import format_bytes
 
-__all__ = ["BudgetWatch", "refuse_budget_below_process", "refuse_small_budget"]
+__all__ = ["BudgetWatch"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -42,7 +38,6 @@ _NEW_PEAK = 1.1  # a peak is reported again when it is a tenth higher than the l
 _WATCH_EVERY = 8  # a CPU's peak is read after each of the first 8 batches, then after every 8th
 # Judgement: a process may exceed its budget by a hundredth, for memory beside tensors, before a batch shrinks.
 _NO_TENSORS = 1.01
-_GROWTH = 1.05  # judgement: code that a first step loads, as a share of the process before it
 _NEW_CAP = 0.05  # the allocator gets a new cap when it is a twentieth higher or lower
 
 
@@ -50,7 +45,7 @@ class _PeakReports:
     """Decides when a peak above the budget is reported: once for each new peak.
 
     Attributes:
-        highest: The highest peak reported in this fit, in bytes, as the counter may restart; 0 before the first.
+        highest: The highest peak noted or reported in this fit, in bytes, as the counter may restart; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -67,6 +62,10 @@ class _PeakReports:
             return False
         self.highest, self._last = max(peak, self.highest), peak
         return True
+
+    def note(self, peak: int) -> None:
+        """Note a peak that no report is due for, before the counter restarts."""
+        self.highest = max(peak, self.highest)
 
     def start_over(self) -> None:
         """Report any peak above the budget again."""
@@ -265,6 +264,14 @@ class BudgetWatch:
             return None
         return f"peak {format_bytes(peak)} above the budget of {format_bytes(self.bytes)}"
 
+    def next_peak(self) -> Figure:
+        """Return the peak since the counter began, and begin again; the peak is None where the counter cannot begin again."""
+        found = read_peak(self.device, **self._elsewhere)
+        if found.bytes is None or not reset_peak(self.device, **self._elsewhere):
+            return Figure(None, found.source)
+        self._peaks.note(found.bytes)
+        return found
+
     def count_anew(self) -> None:
         """Reset the peak, where the counter allows it, so that it shows the need of a smaller size."""
         if reset_peak(self.device, **self._elsewhere):
@@ -285,65 +292,3 @@ def _change(before: int, budget: Budget) -> str:
 def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
     """Return the sources of hardware readings as keyword arguments; empty for the real machine."""
     return {} if machine is None else {"sources": machine.sources}
-
-
-def refuse_small_budget(
-    watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Raise `BudgetError` if the budget cannot hold weights, gradients and optimizer state.
-
-    Activations are not counted.
-
-    Nothing is refused before the budget is resolved. `optimizers` is empty before they exist.
-    """
-    need, budget = static_bytes(module, optimizers), watch.budget
-    if budget is None:
-        return
-    given = f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) cannot hold {type(module).__name__}"
-    if sum(need.values()) > budget.bytes:
-        raise BudgetError(
-            f"{given}: {describe_bytes(need)}, before any activation. Give a budget well above "
-            f"{format_bytes(max(sum(need.values()), _least_on_cpu(watch, need)))}, or train a smaller model."
-        )
-    heaps = metal_heap_bytes(module, settings=watch.allocator) if watch.device.type == "mps" else 0
-    if heaps > budget.bytes:
-        raise BudgetError(
-            f"{given}: Metal keeps its weights of {format_bytes(need['weights'])} in heaps of {format_bytes(heaps)} together, one of 1 GiB "
-            f"for tensors of 10 MiB and more. Give a budget well above {format_bytes(heaps)}, or train a smaller model."
-        )
-
-
-def refuse_budget_below_process(
-    watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Raise `BudgetError` if a CPU's process already exceeds a stated budget.
-
-    No step could keep such a budget.
-
-    Budgets that follow the machine (`auto`, `leave`) are not refused.
-    """
-    budget, held = watch.budget, watch.reading().allocated
-    if budget is None or not watch.counts_process or parse_spec(budget.spec).kind in ("auto", "leave"):
-        return
-    if held.bytes is None or held.bytes <= budget.bytes:
-        return
-    least = _least_on_cpu(watch, static_bytes(module, optimizers))
-    raise BudgetError(
-        f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) is too small: on a CPU it counts the whole process, and this process holds "
-        f"{format_bytes(held.bytes)} before its first step ({held.source}: Python, libraries, data and weights). Give {_up_to_16_mib(least)} or "
-        f"more, for {type(module).__name__} without its activations, or budget=auto."
-    )
-
-
-def _least_on_cpu(watch: BudgetWatch, need: Mapping[str, int]) -> int:
-    """Return the bytes that a CPU's process holds with gradients and optimizer state.
-
-    The result is 0 where the budget counts tensors only.
-    """
-    if not watch.counts_process:
-        return 0
-    return math.ceil(_GROWTH * (watch.reading().allocated.bytes or 0)) + need["gradients"] + need["optimizer state"]
-
-
-def _up_to_16_mib(count: int) -> str:
-    return f"{math.ceil(count / (16 * MIB)) * 16}MiB"

@@ -139,7 +139,9 @@ class CompiledCall:
 def _partition(
     joint: fx.GraphModule, inputs: Any, *, num_state: int, **settings: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph as the inductor backend does, whose random numbers are made again from a seed.
+    """Partition a joint graph as the inductor backend does, after its passes.
+
+    They leave out copies and conversions, on which the partitioner's choice depends, and make random numbers again from a seed.
 
     Args:
         joint: Both passes.
@@ -149,12 +151,12 @@ def _partition(
     """
     settings["static_lifetime_input_indices"] = [*range(num_state)]
     from functorch.compile import min_cut_rematerialization_partition
-    from torch._inductor.fx_passes.replace_random import replace_random_passes
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.nodes])
     with V.set_fake_mode(mode):
-        replace_random_passes(joint)
+        joint = joint_graph_passes(joint, torch.device("cpu"))  # the fake tensors' own device
     keep_changing_values(joint.graph)
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
 

@@ -22,6 +22,7 @@ from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planner import other_phases
 from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.search.planner import Planner
+from lightning_unified.step.exactness.trials.examination import Examination
 from lightning_unified.step.recovery import budget_watch
 from lightning_unified.strategies import UnifiedStrategy
 from tests.support.lanes import slow, some
@@ -255,6 +256,25 @@ def test_measured_speeds_are_saved_for_the_machines_next_runs():
 
     assert len(machines) == 1
     assert list(Calibration.load(machines[0]).peaks) == ["cpu 32-true"]
+
+
+def test_the_memory_of_an_exactness_check_teaches_nothing_about_steps(monkeypatch):
+    ran, findings = [], Examination.findings
+
+    def large(self, check):
+        ran.append(torch.ones(3 * 2**28))  # 3 GiB
+        ran[-1] = None
+        return findings(self, check)
+
+    monkeypatch.setattr(Examination, "findings", large)
+    strategy = UnifiedStrategy(budget="3GiB", micro_batch_size=16)
+    fit(strategy, rows=64, lengths=(128,) * 3)
+    (machine,) = calibrated_machines()
+    (ratio,) = Calibration.load(machine).peaks["cpu 32-true"]
+
+    assert len(ran) == 2  # before the first and the second batch
+    assert ratio < 1.2
+    assert strategy.measured_peak().bytes > 3 * 2**30
 
 
 def test_a_simulated_machine_teaches_nothing_about_this_one():
