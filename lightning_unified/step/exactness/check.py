@@ -307,6 +307,7 @@ class ExactnessCheck:
 
     def _require_all_rows(self, asked: Request) -> None:
         """Compare the losses of all rows too: few rows may all lie on one side of a bend."""
+        self._make_room()
         check, refusal = self._new_check(asked), None
         with activity("comparing whole and split rows"):
             try:

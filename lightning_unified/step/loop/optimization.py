@@ -159,7 +159,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             )
             self._phase = "forward"
             outputs = reason = None
-            is_over = True
+            is_over, is_reweighted = True, False
             try:
                 with named_errors():
                     outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
@@ -169,12 +169,14 @@ class UnifiedOptimization(_AutomaticOptimization):
             except ReweightedError:
                 if not self._batches.repeats_alone:
                     raise
-                is_over = False
+                is_over, is_reweighted = False, True
             self._attempt = None
             if reason is None and is_over:
                 break
             kwargs[key] = attempt.undo()
             del attempt
+            if is_reweighted:
+                self._plan_and_count(kwargs, shape, batch_idx=batch_idx)  # the new rule counts other terms
             if reason is not None:
                 failures += 1
                 self._change_for_next_attempt(reason, shape=shape, attempt=failures, batch=kwargs[key])

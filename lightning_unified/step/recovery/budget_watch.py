@@ -265,7 +265,10 @@ class BudgetWatch:
         return f"peak {format_bytes(peak)} above the budget of {format_bytes(self.bytes)}"
 
     def next_peak(self) -> Figure:
-        """Return the peak since the counter began, and begin again; the peak is None where the counter cannot begin again."""
+        """Return the peak since the counter began, and begin again.
+
+        The peak is None where the counter cannot begin again.
+        """
         found = read_peak(self.device, **self._elsewhere)
         if found.bytes is None or not reset_peak(self.device, **self._elsewhere):
             return Figure(None, found.source)
