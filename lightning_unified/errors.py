@@ -72,11 +72,12 @@ class SplitError(ConfigurationError):
     Args:
         text: What cannot be split, and the ways out.
         is_final: Whether the batch cannot run whole either, because a check of its step has written the weights.
+        is_for_rules: Whether another way to weight micro-batches than those that were tried may split the batch.
     """
 
-    def __init__(self, text: str = "", *, is_final: bool = False) -> None:
+    def __init__(self, text: str = "", *, is_final: bool = False, is_for_rules: bool = False) -> None:
         super().__init__(text)
-        self.is_final = is_final
+        self.is_final, self.is_for_rules = is_final, is_for_rules
 
 
 class RunError(LightningUnifiedError, RuntimeError):

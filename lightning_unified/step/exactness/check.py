@@ -32,7 +32,7 @@ from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, 
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
-from lightning_unified.step.exactness.losses import LossRule, NoRuleError, likeliest
+from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
@@ -328,8 +328,8 @@ class ExactnessCheck:
         self.host_figures.ignored |= ignored
         try:
             return self._group.agreed(found, check.rules), check.rules
-        except NoRuleError:
-            if not ignored:  # else no rule that was tried leaves out the labels that the loss ignores
+        except SplitError as refusal:
+            if not (ignored and refusal.is_for_rules):  # else no rule left out the labels that the loss ignores
                 raise
         return self._findings(asked)
 

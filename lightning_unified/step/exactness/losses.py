@@ -14,7 +14,6 @@ from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = [
     "LossRule",
-    "NoRuleError",
     "Terms",
     "Weighting",
     "candidates",
@@ -33,10 +32,6 @@ _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
 _DECLARED = ("loss_weight", "loss_is_sum")
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
-
-
-class NoRuleError(SplitError):
-    """No loss rule gives the gradient or the loss of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ __all__ = ["CheckedSplitter", "ReweightedError"]
 _ROUNDING = 1e-9  # largest difference of two equal shares
 
 
-class ReweightedError(SplitError):
+class ReweightedError(Exception):
     """A check of a batch found other weights than its micro-batches had; the batch is to be repeated."""
 
 
@@ -195,22 +195,20 @@ class CheckedSplitter:
             rule: The name of the rule that gave `used`.
 
         Raises:
-            ReweightedError: If the rules give other weights.
+            ReweightedError: If the rules give other weights, and this process may repeat the batch.
+            SplitError: If they do, and it may not.
         """
         name = self._policy.splits.loss_rule.name
         if name == rule:
             return
         shares = zip(used.shares, weighting().shares, strict=True)
         if any(abs((1 if now is None else now) - (1 if was is None else was)) > _ROUNDING for was, now in shares):
-            raise ReweightedError(
+            if self._group.has_whole_parameters and self._policy.options.recover:
+                raise ReweightedError
+            raise SplitError(
                 f"the micro-batches of this batch were weighted by {rule}, and a check of it found {name}. Declare "
                 "MicroBatchRules(loss_weight=…), the number of terms that the loss is a mean over."
             )
-
-    @property
-    def repeats_alone(self) -> bool:
-        """Whether this process may repeat a batch without the others."""
-        return self._group.has_whole_parameters
 
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
         """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""

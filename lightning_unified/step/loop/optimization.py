@@ -167,8 +167,6 @@ class UnifiedOptimization(_AutomaticOptimization):
                 self._policy.leave_unrecomputed(error)
                 is_over = False
             except ReweightedError:
-                if not self._batches.repeats_alone:
-                    raise
                 is_over, is_reweighted = False, True
             self._attempt = None
             if reason is None and is_over:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import Tolerance
-from lightning_unified.step.exactness.losses import LossRule, NoRuleError, Weighting
+from lightning_unified.step.exactness.losses import LossRule, Weighting
 from lightning_unified.step.exactness.trials.run import Runner
 
 __all__ = ["rules_of_all_rows"]
@@ -39,7 +40,7 @@ def rules_of_all_rows(
         rules: The rules to try.
 
     Raises:
-        NoRuleError: If no rule does.
+        SplitError: If no rule does.
     """
     whole = runner.loss(kwargs, next(iter(kwargs.values())))
     losses = [runner.loss(kwargs, one) for one in micro_batches]
@@ -52,10 +53,11 @@ def rules_of_all_rows(
     agreeing = [rule for rule in rules if _agree(merged[rule.name], whole, parts, allowed)]
     if not agreeing:
         found = ", ".join(f"{name}: {float(value):.6g}" for name, value in merged.items() if value is not None)
-        raise NoRuleError(
+        raise SplitError(
             f"{type(runner.module).__name__} cannot be split exactly: the loss of a batch of {sum(sizes)} rows is {float(whole):.6g}, and that of its "
             f"micro-batches is another ({found}), although fewer rows agreed. Its loss depends on the number of rows. Declare "
-            "MicroBatchRules(splittable=False) to run batches whole, or check=False to split all the same."
+            "MicroBatchRules(splittable=False) to run batches whole, or check=False to split all the same.",
+            is_for_rules=True,
         )
     return agreeing
 

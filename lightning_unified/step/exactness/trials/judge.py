@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.losses import LossRule, NoRuleError, likeliest
+from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
 from lightning_unified.step.exactness.trials.learning import learn_results
@@ -64,7 +64,7 @@ class Judge:
             refusal = refusal_of_gradients(
                 self._whose, trial.rows, differences, parameter=parameter, not_replayed=not_replayed
             )
-            raise NoRuleError(refusal + since)
+            raise SplitError(refusal + since, is_for_rules=True)
         agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), allowed)]
         self._learn(comparison, agreeing[0], repeat=runs.repeated, since=since)
         return Findings(
