@@ -244,6 +244,11 @@ class CheckedSplitter:
         """Check a batch whose micro-batches lie on other sides of the loss's bends, before its update."""
         self._policy.splits.record(self.check.see_bends(self._request(kwargs, shape), bends, rows))
 
+    @property
+    def counted_by(self) -> str:
+        """The name of the rule by which `loss_terms` counts."""
+        return "loss_weight" if self._rules.loss_weight is not None else self._policy.splits.loss_rule.name
+
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
         """Return the number of loss terms of a batch, for the mean over a window's terms.
 

@@ -130,7 +130,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
             count = partial(self._batches.loss_terms, kwargs, shape, batch_idx=batch_idx)
             terms = insist(count, device=self._policy.watch.device)
-            self._window.begin(terms, opens=opens)
+            self._window.begin(terms, opens=opens, counted_by=self._batches.counted_by)
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run a step that draws its own batches, once and whole."""

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.errors import SplitError
+
 __all__ = ["WindowTerms"]
 
 
@@ -23,14 +25,28 @@ class WindowTerms:
 
     def __init__(self) -> None:
         self._before: list[float] = []
-        self._now = 0.0
+        self._now, self._counted_by = 0.0, ""
         self.unit: float | None = None
 
-    def begin(self, terms: float, *, opens: bool) -> None:
-        """Begin a batch of `terms` loss terms, or begin it again; `opens` if it opens its window."""
+    def begin(self, terms: float, *, opens: bool, counted_by: str = "") -> None:
+        """Begin a batch, or begin it again.
+
+        Args:
+            terms: The number of its loss terms.
+            opens: Whether it opens its window.
+            counted_by: The name of the rule that counts them; empty where unknown.
+
+        Raises:
+            SplitError: If another rule counted the window's earlier batches.
+        """
         if opens:
             self._before, self.unit = [], None
-        self._now = terms
+        if any(self._before) and self._counted_by and counted_by != self._counted_by:
+            raise SplitError(
+                f'window_mean="terms": the loss terms of a window\'s first batches were counted by {self._counted_by}, and the exactness check has found '
+                f"since that {counted_by} is their number. Declare MicroBatchRules(loss_weight=…), the number of terms that the loss is a mean over."
+            )
+        self._now, self._counted_by = terms, counted_by
 
     def done(self) -> None:
         """Record that the batch is in the window's gradient."""
@@ -73,11 +89,11 @@ class WindowTerms:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a run that stops within a window."""
-        return {"terms": list(self._before), "unit": self.unit}
+        return {"terms": list(self._before), "unit": self.unit, "counted_by": self._counted_by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
-        self._before, self.unit = list(state["terms"]), state["unit"]
+        self._before, self.unit, self._counted_by = list(state["terms"]), state["unit"], state.get("counted_by", "")
 
     @property
     def _unit(self) -> float:

@@ -27,6 +27,12 @@ class Tokens(Net):
         return F.cross_entropy(out.flatten(0, 1), batch["y"].flatten(), ignore_index=IGNORED)
 
 
+def test_a_window_whose_batches_are_counted_by_two_rules_is_refused():
+    strategy = split(window_mean="terms")
+    with pytest.raises(SplitError, match=r"counted by rows, .* entries of 'y' other than 7 is their number"):
+        run(Tokens, loader(first=1), strategy=strategy, accumulate_grad_batches=3)
+
+
 class Shifted(Tokens):
     """Computes its labels, so that no entry of the batch is the label that is ignored."""
 
