@@ -73,7 +73,7 @@ class FirstStep:
         self.memory = PredictedMemory(policy, self.budget, self.planning, self.validation)
         self._kinds = BatchKinds()
         self._batches = 0
-        self._has_checked = self._splits = self._is_measured = False
+        self._has_checked = self._counts_anew = self._is_measured = False
         self._has_validated = self._is_ample = False
         self._generation = ""
 
@@ -217,11 +217,11 @@ class FirstStep:
         if self._has_validated or is_recorded(self._module):  # a recorded graph's activations are in no counter
             self._is_measured = True
         elif self._has_checked:
-            self._has_checked, self._splits = False, True
+            self._has_checked, self._counts_anew = False, True
             self._is_measured = self._policy.watch.next_peak().bytes is None
         elif self._batches >= _STEADY:
             watch, self._is_measured = self._policy.watch, True
-            self.memory.record_measured(watch.next_peak().bytes if self._splits else watch.measured_peak().bytes)
+            self.memory.record_measured(watch.next_peak().bytes if self._counts_anew else watch.measured_peak().bytes)
 
     @property
     def reasons(self) -> dict[str, str]:

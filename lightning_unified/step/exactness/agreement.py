@@ -10,11 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.losses import LossRule, candidates, declared, restored, shares
+from lightning_unified.step.exactness.losses import LossRule, candidates, declared, restored, shares, shares_differ
 
 __all__ = ["AgreedRules", "LastAgreement"]
-
-_ROUNDING = 1e-9  # largest difference of two equal shares
 
 
 class AgreedRules:
@@ -51,10 +49,7 @@ class AgreedRules:
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""
         first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in self.agreeing)
-        return any(
-            len(other) != len(first) or any(abs(a - b) > _ROUNDING for a, b in zip(first, other, strict=True))
-            for other in others
-        )
+        return any(shares_differ(first, other) for other in others)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rules for a checkpoint."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.fields import leaf_at, named_tensors
+from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = [
@@ -23,12 +24,13 @@ __all__ = [
     "require_counts",
     "restored",
     "shares",
+    "shares_differ",
 ]
 
-IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
 _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
+_ROUNDING = 1e-9  # largest difference of two equal shares
 _DECLARED = ("loss_weight", "loss_is_sum")
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
@@ -228,6 +230,11 @@ def shares(rule: LossRule, micro_batches: Sequence[Any], sizes: Sequence[int]) -
     return [count / sum(counted) for count in counted]
 
 
+def shares_differ(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return whether two rules give micro-batches different shares."""
+    return len(one) != len(other) or any(abs(a - b) > _ROUNDING for a, b in zip(one, other, strict=True))
+
+
 class Weighting:
     """The share of each micro-batch in its batch.
 
@@ -266,9 +273,10 @@ class Weighting:
         return None if self._adds else self.weights.terms[index] / sum(self.weights.terms)
 
     @property
-    def shares(self) -> list[float | None]:
-        """The share of each micro-batch."""
-        return [self.share(index) for index in range(len(self.weights.terms))]
+    def shares(self) -> list[float]:
+        """The factor of each micro-batch's loss."""
+        found = [self.share(index) for index in range(len(self.weights.terms))]
+        return [1.0 if share is None else share for share in found]
 
     def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Return the whole batch's loss: the weighted sum of losses; None without losses.

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import named_tensors
+from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_rows
 
 __all__ = ["splits_of", "starts_of", "window", "windows_over"]
 
@@ -38,7 +39,7 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-def window(batch: Any, *, rows: int, size: int, unit: int, ignored: Collection[int] = (-100,)) -> int:
+def window(batch: Any, *, rows: int, size: int, unit: int, ignored: Collection[int] = (IGNORED,)) -> int:
     """Return the first of the `size` neighbouring rows whose data differ most.
 
     The data are labels, masks, lengths and missing values.
@@ -94,24 +95,12 @@ def _features(batch: Any, rows: int, ignored: Collection[int]) -> "NDArray[np.in
         if leaf.is_floating_point():
             columns.append((~flat.isfinite()).sum(1))
         else:
-            columns.append(_count(flat, ignored))
+            columns.append(ignored_in_rows(flat[None], ignored)[0])
             if flat.shape[1] == 1:
                 columns.append(flat[:, 0].long())
     if len({column.device for column in columns}) > 1:
         columns = [column.cpu() for column in columns]
     return torch.stack(columns, 1).cpu().numpy() if columns else None
-
-
-def _count(flat: Tensor, labels: Collection[int]) -> Tensor:
-    """Return how many entries of each row have one of some values."""
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    limits = torch.iinfo(flat.dtype)
-    counts = torch.zeros(len(flat), dtype=torch.long, device=flat.device)
-    for label in labels:
-        if limits.min <= label <= limits.max:
-            counts += (flat == label).sum(1)
-    return counts
 
 
 def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int) -> "NDArray[np.float64]":

@@ -18,7 +18,7 @@ from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
-from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.losses import Weighting, shares_differ
 from lightning_unified.step.exactness.verdict import batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -30,8 +30,6 @@ from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["CheckedSplitter", "ReweightedError"]
-
-_ROUNDING = 1e-9  # largest difference of two equal shares
 
 
 class ReweightedError(Exception):
@@ -201,8 +199,7 @@ class CheckedSplitter:
         name = self._policy.splits.loss_rule.name
         if name == rule:
             return
-        shares = zip(used.shares, weighting().shares, strict=True)
-        if any(abs((1 if now is None else now) - (1 if was is None else was)) > _ROUNDING for was, now in shares):
+        if shares_differ(used.shares, weighting().shares):
             if self._group.has_whole_parameters and self._policy.options.recover:
                 raise ReweightedError
             raise SplitError(

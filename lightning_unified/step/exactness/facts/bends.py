@@ -62,7 +62,7 @@ class LossBends:
         """Whether micro-batches differ: in operations, in sides of a bend, or in numbers."""
         return any(value[-1] for _, kind, value in self.facts() if kind == "bends")
 
-    def mixed_rows(self, facts: Collection[Any], micro_batches: Sequence[int]) -> range:
+    def mixed_rows(self, facts: Collection[Fact], micro_batches: Sequence[int]) -> range:
         """Return the rows of the micro-batch that lies on both sides of most of the bends in `facts`.
 
         No rows if none lies on both sides of one of them.
@@ -73,7 +73,7 @@ class LossBends:
         """
         places: dict[Any, set[int]] = {}
         for fact in facts:
-            if isinstance(fact, tuple) and fact[:2] == ("the loss", "bends") and len(fact[2]) > 2:
+            if fact[1] == "bends" and len(fact[2]) > 2:  # else of micro-batches with different graphs
                 graph, place, *_ = fact[2]
                 places.setdefault(graph, set()).add(place)
         numbers = [

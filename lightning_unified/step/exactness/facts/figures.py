@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import named_tensors
 
-__all__ = ["KINDS", "HostFigures", "figures_of"]
+__all__ = ["IGNORED", "KINDS", "HostFigures", "figures_of", "ignored_in_rows"]
 
 KINDS = 64  # range of integers within which each value is a fact; a power of two
-_IGNORED = -100  # the label that torch's cross_entropy ignores by default
+IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
 _MOST_ON_HOST = 1 << 18  # entries of a tensor; more take the host longer than a wait for the device
 
 # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
@@ -40,7 +40,7 @@ class HostFigures:
 
     def __init__(self) -> None:
         self.is_wanted = True
-        self.ignored: frozenset[int] = frozenset({_IGNORED})
+        self.ignored: frozenset[int] = frozenset({IGNORED})
         self._found: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
         self._host: Any = None
         self._host_versions: list[tuple[Tensor, int]] = []
@@ -87,7 +87,7 @@ def figures_of(leaves: Sequence[Tensor], known: HostFigures | None = None) -> li
 
     `_float_figures` and `_integer_figures` list them.
     """
-    ignored = frozenset({_IGNORED}) if known is None else known.ignored
+    ignored = frozenset({IGNORED}) if known is None else known.ignored
     found = [None if known is None else known.of(leaf) for leaf in leaves]
     groups: dict[Any, list[int]] = {}  # small leaves of one shape are stacked, which takes fewer kernels
     for index, leaf in enumerate(leaves):
@@ -134,7 +134,7 @@ def _float_figures(stack: Tensor) -> Tensor:
     return _over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite()))
 
 
-def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (_IGNORED,)) -> Tensor:
+def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)) -> Tensor:
     """Return figures of shape (leaves, 11 + 64) of values and rows.
 
     They are the lowest and highest value, figures of rows, and the values that occur modulo 64.
@@ -150,10 +150,7 @@ def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (_IGNORED,
     flat = whole.flatten(1)
     limits = torch.stack([flat.amin(1), flat.amax(1)], 1).long()
     zeros = _counted(whole, lambda part: part == 0)
-    ignored = torch.zeros_like(zeros)
-    for label in ignored_labels:
-        if torch.iinfo(whole.dtype).min <= label <= torch.iinfo(whole.dtype).max:
-            ignored += _counted(whole, partial(torch.eq, other=label))
+    ignored = ignored_in_rows(whole, ignored_labels)
     second = min(1, whole.shape[2] - 1)
     repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
     figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)
@@ -161,6 +158,21 @@ def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (_IGNORED,
         return figures
     occurs = figures.new_zeros(len(stack), KINDS).scatter_(1, (flat & (KINDS - 1)).long(), 1)
     return torch.cat([figures, occurs], 1)
+
+
+def ignored_in_rows(stack: Tensor, labels: Collection[int]) -> Tensor:
+    """Return how many entries of each row are labels that losses ignore, of shape (leaves, rows).
+
+    Args:
+        stack: Leaves of integers or booleans, of shape (leaves, rows, entries per row).
+        labels: The ignored labels. Those that the dtype of `stack` cannot hold occur nowhere.
+    """
+    whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
+    limits, counts = torch.iinfo(whole.dtype), torch.zeros(stack.shape[:2], dtype=torch.long, device=stack.device)
+    for label in labels:
+        if limits.min <= label <= limits.max:
+            counts += _counted(whole, partial(torch.eq, other=label))
+    return counts
 
 
 def _counted(stack: Tensor, mask: Callable[[Tensor], Tensor]) -> Tensor:

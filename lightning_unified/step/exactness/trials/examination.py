@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import lightning as L
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
+from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.losses import LossRule
@@ -69,7 +70,7 @@ class Check:
     since: str
     micro_batches: Sequence[int] = ()
     differing: range = range(0)
-    ignored: Collection[int] = (-100,)
+    ignored: Collection[int] = (IGNORED,)
 
     @property
     def batch(self) -> Any:
@@ -278,7 +279,7 @@ class Examination:
         Undecided windows count only where all are.
         """
         rows = units * check.unit
-        joined: Findings | str | None = None
+        found: list[Findings | str] = []
         for start in check.starts(rows):
             trial = Trial(
                 kwargs=check.kwargs,
@@ -289,14 +290,11 @@ class Examination:
                 split=check.split(units),
                 is_quiet=not self._runner.draws_in_eval,
             )
-            found = self._tried_once(check, trial)
-            if found is None:
+            if (one := self._tried_once(check, trial)) is None:
                 return None
-            if isinstance(joined, Findings) and isinstance(found, Findings):
-                joined = joined.joined(found)
-            elif not isinstance(joined, Findings):
-                joined = found
-        return joined
+            found.append(one)
+        decided = [one for one in found if isinstance(one, Findings)]
+        return reduce(Findings.joined, decided) if decided else found[0]
 
     def _tried_once(self, check: Check, trial: Trial) -> Findings | str | None:
         """Return the findings of one trial, confirmed in a first check; None if memory runs out."""
