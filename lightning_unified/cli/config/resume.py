@@ -277,7 +277,7 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
         rest = (
             f"{which} over it"
             if others
-            else "no other checkpoint beside it can be read, so the run cannot be continued"
+            else "no other checkpoint beside it can be read: copy an undamaged one over it, or begin a new run with another run_dir"
         )
         raise CheckpointError(f"{run.checkpoint} cannot be read ({_reason(error)}); {rest}.") from error
     if 0 <= max_steps <= done:
