@@ -48,7 +48,10 @@ class _LoneRank:
         rank: The number of the rank.
         size: The number of ranks.
         recorder: Takes the notes.
+        are_real: False, because no collective runs.
     """
+
+    are_real = False
 
     def __init__(self, mesh: DeviceMesh, recorder: Recorder) -> None:
         self.rank, self.size, self.recorder = mesh.get_local_rank(), mesh.size(), recorder

@@ -95,7 +95,10 @@ class Ranks:
         size: The number of ranks.
         are_apart: Whether ranks are in a section of the step that each rank runs, and may repeat, by itself.
         is_over: Whether all ranks stop; no further meeting is possible.
+        are_real: Whether collectives run; they do not in a dry run.
     """
+
+    are_real = True
 
     def __init__(self, *, timeout: timedelta | None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -1,14 +1,16 @@
 """Average gradients and broadcast buffers over ranks without allocating memory."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.ranks.consensus import Ranks
+from lightning_unified.step.ranks.overlap import Overlap
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.units import MIB
 
@@ -39,9 +41,9 @@ class Replicas:
 
     It replaces `DistributedDataParallel`, which starts to reduce in the middle of the backward pass. There, a rank that
     runs out of memory leaves the others waiting. DDP also keeps a second copy of all gradients in its buckets. Here a
-    reduction begins when every rank has its gradients. It needs a scratch memory of at most 16 MiB, allocated
-    beforehand. A rank may still run out of memory while it copies to or from that memory. It then takes part in every
-    collective and raises afterwards.
+    reduction begins when every rank has queued its backward pass, and so has memory for it. On CUDA it runs beside the end of
+    that pass (`Overlap`). It needs a scratch memory of at most 16 MiB, allocated beforehand. A rank may still run out of
+    memory while it copies to or from that memory. It then takes part in every collective and raises afterwards.
 
     Attributes:
         strategy: The name of the strategy, for errors.
@@ -90,8 +92,14 @@ class Replicas:
         if with_parameters:
             self._ranks.expect(parameters=len(self._parameters))
             self._ranks.average(self._scratch)  # backends allocate memory at their first reduction, so run one now
-            self._each([value.detach() for _, value in self._parameters], self._send, scale=None, like="parameters")
-        self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers")
+            self._each(
+                [value.detach() for _, value in self._parameters],
+                self._send,
+                scale=None,
+                like="parameters",
+                complete=_nothing,
+            )
+        self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers", complete=_nothing)
 
     def absent(self) -> int:
         """Return a mask of the parameters without a gradient, a bit each.
@@ -128,7 +136,8 @@ class Replicas:
     def average_gradients(self, absent: int) -> None:
         """Replace the gradients of all ranks by their mean.
 
-        As in `DistributedDataParallel`, each rank divides its gradients, and then they are summed.
+        As in `DistributedDataParallel`, each rank divides its gradients, and then they are summed. On CUDA no gradient of 1 MiB or more waits
+        for the rest of the backward pass.
 
         `absent` is the mask of parameters without a gradient on any rank, which are left out.
 
@@ -140,10 +149,36 @@ class Replicas:
             for index, (_, parameter) in enumerate(self._parameters)
             if parameter.grad is not None and not absent >> index & 1
         ]
-        self._each(gradients, self._ranks.average, scale=1.0 / self._ranks.size, like=absent)
+        with self._beside_backward() as complete:
+            self._each(gradients, self._ranks.average, scale=1.0 / self._ranks.size, like=absent, complete=complete)
+
+    @cached_property
+    def _overlap(self) -> Overlap | None:
+        """The stream of reductions on CUDA; made when the first ones are due, so that not every subclass has one."""
+        large = [value for _, value in self._parameters if bytes_of(value) >= LARGE]
+        uses_streams = self._scratch.is_cuda and self._ranks.are_real
+        return Overlap(large, self._scratch.device) if uses_streams else None
+
+    @contextmanager
+    def _beside_backward(self) -> Iterator[Callable[[Sequence[Tensor]], None]]:
+        """Run collectives inside the block beside the end of the backward pass.
+
+        The block gets a function that waits on the device until given gradients are complete.
+        """
+        if self._overlap is None:
+            yield _nothing
+        else:
+            with self._overlap.running() as complete:
+                yield complete
 
     def _each(
-        self, tensors: Sequence[Tensor], collective: Callable[[Tensor], None], *, scale: float | None, like: object
+        self,
+        tensors: Sequence[Tensor],
+        collective: Callable[[Tensor], None],
+        *,
+        scale: float | None,
+        like: object,
+        complete: Callable[[Sequence[Tensor]], None],
     ) -> None:
         """Run `collective` over all `tensors`, even if this rank runs out of memory meanwhile.
 
@@ -152,6 +187,7 @@ class Replicas:
             collective: Called with pieces of memory.
             scale: The factor that each number is multiplied by first; None for none.
             like: A key for the shapes and types of `tensors`, so that buckets are planned once.
+            complete: Called with the tensors of a collective before it begins.
         """
         shortages = []
 
@@ -161,6 +197,7 @@ class Replicas:
         with torch.no_grad():
             for bucket in self._plan(tensors, like):
                 members = [tensors[index] for index in bucket.members]
+                complete(members)
                 flat = flat_memory(members[0]) if bucket.flat is None else bucket.flat
                 if bucket.flat is not None:
                     local(partial(_copy, bucket.views, members))
@@ -181,12 +218,12 @@ class Replicas:
         return self._plans[like]
 
     def _planned(self, tensors: Sequence[Tensor]) -> list[_Bucket]:
-        buckets: list[_Bucket] = []
+        # the last parameters have their gradients first
+        large = [index for index, tensor in enumerate(tensors) if bytes_of(tensor) >= LARGE]
+        buckets = [_Bucket(members=(index,)) for index in reversed(large)]
         groups: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if bytes_of(tensor) >= LARGE:
-                buckets.append(_Bucket(members=(index,)))
-            elif tensor.numel():
+            if tensor.numel() and bytes_of(tensor) < LARGE:
                 group = groups.setdefault(tensor.dtype, [])
                 if sum(bytes_of(tensors[member]) for member in group) + bytes_of(tensor) > len(self._scratch):
                     buckets.append(self._together(group, tensors))
@@ -208,6 +245,10 @@ class Replicas:
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor's entries."""
     return tensor.numel() * tensor.element_size()
+
+
+def _nothing(_tensors: Sequence[Tensor]) -> None:
+    """Do nothing."""
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Whole parameters and gradients for the time of a step, from and to the ranks' shards."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -174,15 +174,17 @@ class WholeShards(Replicas):
         scattered = [index for index in present if self._is_scattered(index)]
         summed = [index for index in present if not self._is_scattered(index)]
         shortages: list[str] = []
-        for index in scattered:
-            self._scatter(index)
-        try:
-            gradients = [gradient for index in summed if (gradient := self._parameters[index][1].grad) is not None]
-            self._each(gradients, self._ranks.average, scale=1.0 / self._ranks.size, like=("rows", absent))
-        except torch.OutOfMemoryError as error:  # all collectives are over
-            shortages.append(str(error))
+        with self._beside_backward() as complete:
+            for index in reversed(scattered):  # the last parameters have their gradients first
+                self._scatter(index, complete)
+            try:
+                gradients = [gradient for index in summed if (gradient := self._parameters[index][1].grad) is not None]
+                scale, like = 1.0 / self._ranks.size, ("rows", absent)
+                self._each(gradients, self._ranks.average, scale=scale, like=like, complete=complete)
+            except torch.OutOfMemoryError as error:  # all collectives are over
+                shortages.append(str(error))
         if not shortages:
-            _, reason = caught(partial(self._take_rows, present, summed))
+            _, reason = caught(partial(self._take_rows, present))
             shortages += [] if reason is None else [reason]
         self._room = []
         for _, whole in self._parameters:
@@ -196,23 +198,29 @@ class WholeShards(Replicas):
         whole = self._parameters[index][1]
         return whole.shape[0] % self._ranks.size == 0 and bytes_of(whole) >= LARGE and whole.is_contiguous()
 
-    def _scatter(self, index: int) -> None:
-        gradient, room = self._parameters[index][1].grad, self._room[index]
+    def _scatter(self, index: int, complete: Callable[[Sequence[Tensor]], None]) -> None:
+        """Write the mean of this rank's rows into its rows of the gradient; the others hold anything afterwards.
+
+        The sum does not go to the rows' own memory, which may be in use until the backward pass ends on the device.
+        """
+        gradient = self._parameters[index][1].grad
         assert gradient is not None
-        assert room is not None
+        complete([gradient])
         with torch.no_grad():
             gradient.mul_(1.0 / self._ranks.size)
-        self._ranks.scatter_sum(flat_memory(gradient), room.view(-1))
+        self._ranks.scatter_sum(flat_memory(gradient), flat_memory(self._rows_of(gradient)))
 
-    def _take_rows(self, present: Sequence[int], summed: Sequence[int]) -> None:
-        whole_sums = set(summed)
+    def _rows_of(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of a whole tensor."""
+        begin, end = rows_of(tensor.shape[0], rank=self._ranks.rank, ranks=self._ranks.size)
+        return tensor[begin:end]
+
+    def _take_rows(self, present: Sequence[int]) -> None:
         for index in present:
             gradient, room, shard = self._parameters[index][1].grad, self._room[index], self._shards[index]
             assert gradient is not None
             assert room is not None
-            if index in whole_sums:
-                begin, end = rows_of(gradient.shape[0], rank=self._ranks.rank, ranks=self._ranks.size)
-                room.copy_(gradient[begin:end])
+            room.copy_(self._rows_of(gradient))
             shard.grad = as_dtensor(room, shard) if isinstance(shard, DTensor) else room
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_unified import UnifiedDDPStrategy
+from lightning_unified import UnifiedDDPStrategy, UnifiedFSDPStrategy
 from tests.support.ranks import modules as ddp_modules
 from tests.support.ranks.failing_runs import Ends
 from tests.support.ranks.modules import OwnData, rank
@@ -58,6 +59,46 @@ class Heavy(OwnData, L.LightningModule):
 
     def train_dataloader(self):
         return DataLoader(torch.randn(64, 2048), batch_size=4)
+
+
+class Queued(Heavy):
+    """A module whose backward pass takes the device much longer than the host."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(32, 4096, 2048, generator=torch.Generator().manual_seed(0)), batch_size=2)
+
+
+class Weights(L.Callback):
+    """Keeps the weights of the end under a name, before a strategy takes them from the device."""
+
+    def __init__(self, found: dict[str, Any], name: str) -> None:
+        self._found, self._name = found, name
+
+    def on_train_end(self, trainer, pl_module):
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in pl_module.parameters()]
+        self._found[self._name] = torch.cat([one.detach().flatten().cpu() for one in whole])
+
+
+def queued() -> dict[str, Any]:
+    """Return the weights that each strategy trains while reductions run beside backward passes."""
+    strategies = {
+        "ddp": "ddp",
+        "unified_ddp": "unified_ddp",
+        "split": UnifiedDDPStrategy(micro_batch_size=1, check_split=False),
+        "unified_fsdp": UnifiedFSDPStrategy(hold="parameters"),
+    }
+    found: dict[str, Any] = {}
+    for name, strategy in strategies.items():
+        torch.manual_seed(1)
+        module = Queued()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        trainer_of(strategy, Weights(found, name), max_steps=8, max_epochs=-1, precision="32-true", **CUDA).fit(module)
+        torch.cuda.empty_cache()
+    return found
 
 
 def same_as_ddp() -> dict[str, Any]:

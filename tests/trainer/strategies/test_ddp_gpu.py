@@ -21,6 +21,13 @@ def test_two_gpus_train_as_plain_ddp_trains():
         )
 
 
+def test_reductions_beside_the_backward_pass_equal_those_of_plain_ddp():
+    for found in on_ranks(ddp_gpu_runs.queued):
+        plain = found.pop("ddp")
+        for weights in found.values():
+            torch.testing.assert_close(weights, plain, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_a_rank_whose_budget_is_too_small_makes_both_go_on_in_parts(precision):
     first, second = on_ranks(ddp_gpu_runs.one_rank_too_small, precision)
