@@ -5,8 +5,11 @@ Compared are the time per step and the peak memory.
 Plain DDP reduces gradients while the backward pass still runs; ours reduces them after it, so that ranks can agree first. The case
 that shows the most of it is a module of many weights and little work (`weights`); `transformer` is an ordinary one. Blocks of both
 strategies take turns in the same processes. With `--micro-batches 4` ours cuts each batch in four, as it would for lack of memory.
+`gpt` is a decoder of 124 million parameters; it also trains once with ours within a budget of 8 GiB a rank, with all checks. The steps that
+count there lie between the checks of batches 32 and 64.
 
-Usage: python -m benchmarks.overhead.ranks.several_ranks [--accelerator cuda] [--ranks 2] [--pairs 8] [--steps 20] [--small]
+Usage: python -m benchmarks.overhead.ranks.several_ranks [weights transformer gpt] [--accelerator cuda] [--ranks 2] [--pairs 8] [--steps 20]
+       [--small]
        (writes benchmarks/overhead/ranks/several_ranks.json; --small is for machines without accelerators)
 """
 
@@ -27,11 +30,14 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
+from benchmarks.options.blocks import compiled_blocks
 from lightning_unified import UnifiedDDPStrategy
 
 MIB = 2**20
+BUDGET_MIB = 8 * 1024  # of a rank, for the decoder; without a limit its peak is about 17 GiB
 
 
 class Weights(L.LightningModule):
@@ -60,24 +66,48 @@ class Transformer(Weights):
         self.net = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
 
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Random tokens, the same four batches again and again."""
+
+    def __init__(self, rows: int, steps: int) -> None:
+        shape = (4 * rows, compiled_blocks.LENGTH + 1)
+        self._tokens = torch.randint(0, compiled_blocks.CLASSES, shape, generator=torch.Generator().manual_seed(1))
+        self._count = rows * steps
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self._tokens[index % len(self._tokens)]
+        return {"input_ids": row[:-1], "labels": row[1:]}
+
+
 class Clock(L.Callback):
-    """Seconds per step over all steps but the first three.
+    """Seconds per step over all steps but the first.
 
     It waits for the device at both ends only.
+
+    Args:
+        steps: The steps that count.
+        warm: The steps before them.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.start, self.seconds = steps, 0.0, 0.0
+    def __init__(self, steps: int, *, warm: int = 3) -> None:
+        self.steps, self.warm, self.start, self.seconds = steps, warm, 0.0, 0.0
+        self.plan = None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 3:
+        if batch_idx == self.warm:
             self._wait(trainer)
             self.start = time.perf_counter()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == self.steps + 2:
+        if batch_idx == self.warm + self.steps - 1:
             self._wait(trainer)
             self.seconds = (time.perf_counter() - self.start) / self.steps
+
+    def on_train_end(self, trainer, module):
+        self.plan = getattr(trainer.strategy, "plan", None)
 
     @staticmethod
     def _wait(trainer):
@@ -85,24 +115,28 @@ class Clock(L.Callback):
             torch.cuda.synchronize()
 
 
-def block(name: str, case: dict, options: argparse.Namespace) -> tuple[float, int | None]:
-    """Return the seconds of a step, and the peak of live tensors."""
+def prepared(case: dict, steps: int, ranks: int) -> tuple[L.LightningModule, Dataset]:
+    """Return the module of a case and its data."""
     torch.manual_seed(0)
+    if case["kind"] == "gpt":
+        return compiled_blocks.Foreign(), Tokens(case["rows"], steps * ranks)
     module = {"weights": Weights, "transformer": Transformer}[case["kind"]](case["width"], case["depth"])
     shape = (case["length"], case["width"]) if case["kind"] == "transformer" else (case["width"],)
-    rows, steps = case["rows"], options.steps + 3
-    data = torch.utils.data.TensorDataset(
-        torch.randn(4 * rows, *shape).repeat(-(-steps * options.ranks // 4), *([1] * len(shape)))
-    )
-    clock = Clock(options.steps)
-    size = "auto" if options.micro_batches == 1 else -(-rows // options.micro_batches)
+    rows = torch.randn(4 * case["rows"], *shape)
+    return module, TensorDataset(rows.repeat(-(-steps * ranks // 4), *([1] * len(shape))))
+
+
+def fit(strategy: str | UnifiedDDPStrategy, case: dict, clock: Clock, options: argparse.Namespace) -> int | None:
+    """Train as many steps as the clock counts; return the peak of live tensors in bytes."""
+    steps = clock.warm + clock.steps
+    module, data = prepared(case, steps, options.ranks)
     if options.accelerator == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     trainer = L.Trainer(
         accelerator=options.accelerator,
         devices=options.ranks,
-        strategy="ddp" if name == "ddp" else UnifiedDDPStrategy(micro_batch_size=size, check_split=False),
+        strategy=strategy,
         precision=case["precision"],
         max_steps=steps,
         callbacks=[clock],
@@ -111,22 +145,25 @@ def block(name: str, case: dict, options: argparse.Namespace) -> tuple[float, in
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=rows))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=case["rows"]))
     peak = torch.cuda.max_memory_allocated() if options.accelerator == "cuda" else None
     del trainer, module
     gc.collect()
-    return clock.seconds, peak
+    return peak
 
 
 def compare(case: dict, options: argparse.Namespace) -> dict:
+    size = "auto" if options.micro_batches == 1 else -(-case["rows"] // options.micro_batches)
     seconds: dict[str, list[float]] = {"ddp": [], "unified_ddp": []}
     peaks: dict[str, int | None] = {}
     for pair in range(options.pairs):
         for name in sorted(seconds, reverse=bool(pair % 2)):
-            taken, peaks[name] = block(name, case, options)
-            seconds[name].append(taken)
+            clock = Clock(options.steps)
+            ours = UnifiedDDPStrategy(micro_batch_size=size, check_split=False)
+            peaks[name] = fit("ddp" if name == "ddp" else ours, case, clock, options)
+            seconds[name].append(clock.seconds)
     ratios = sorted(ours / plain for plain, ours in zip(*seconds.values(), strict=True))
-    return {
+    found = {
         **case,
         "ddp_ms": round(1e3 * statistics.median(seconds["ddp"]), 2),
         "unified_ddp_ms": round(1e3 * statistics.median(seconds["unified_ddp"]), 2),
@@ -134,6 +171,29 @@ def compare(case: dict, options: argparse.Namespace) -> dict:
         "ratio_least": round(ratios[0], 3),
         "ratio_most": round(ratios[-1], 3),
         "peak_mib": {name: None if peak is None else round(peak / MIB) for name, peak in peaks.items()},
+    }
+    if case["kind"] == "gpt" and options.accelerator == "cuda":
+        found["within"] = within(case, statistics.median(seconds["ddp"]), options)
+    return found
+
+
+def within(case: dict, plain: float, options: argparse.Namespace) -> dict:
+    """Return the figures of ours within the budget.
+
+    `plain` is the seconds of a step of DDP without a limit.
+    """
+    clock = Clock(28, warm=34)
+    peak = fit(UnifiedDDPStrategy(budget=BUDGET_MIB * MIB), case, clock, options)
+    assert clock.plan is not None
+    return {
+        "budget_mib": BUDGET_MIB,
+        "unified_ddp_ms": round(1e3 * clock.seconds, 2),
+        "ratio": round(clock.seconds / plain, 3),
+        "peak_mib": None if peak is None else round(peak / MIB),
+        "micro_batch_size": clock.plan.micro_batch_size,
+        "recomputed": clock.plan.recomputed,
+        "loss_chunk": clock.plan.loss_chunk,
+        "planned": clock.plan.reasons.get("prediction"),
     }
 
 
@@ -143,10 +203,12 @@ def cases(options: argparse.Namespace) -> list[dict]:
             {"kind": "weights", "width": 512, "depth": 8, "rows": 64, "precision": "32-true"},
             {"kind": "transformer", "width": 128, "depth": 2, "rows": 8, "length": 64, "precision": "32-true"},
         ]
-    return [
+    known = [
         {"kind": "weights", "width": 4096, "depth": 16, "rows": 2048, "precision": "bf16-mixed"},
         {"kind": "transformer", "width": 768, "depth": 12, "rows": 32, "length": 512, "precision": "bf16-mixed"},
+        {"kind": "gpt", "rows": 16, "length": compiled_blocks.LENGTH, "precision": "bf16-mixed"},
     ]
+    return [case for case in known if case["kind"] in options.kinds]
 
 
 def run(rank: int, port: int, options: argparse.Namespace) -> None:
@@ -161,7 +223,7 @@ def run(rank: int, port: int, options: argparse.Namespace) -> None:
         return
     device = torch.cuda.get_device_name(0) if options.accelerator == "cuda" else platform.machine()
     result = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m benchmarks.overhead.ranks.several_ranks", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{options.ranks} x {device}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": L.__version__},
@@ -177,6 +239,8 @@ def run(rank: int, port: int, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = ("weights", "transformer", "gpt")
+    parser.add_argument("kinds", nargs="*", default=kinds, metavar="KIND", help=f"of {', '.join(kinds)} (default: all)")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ranks", type=int, default=2, help="processes, one a device (default: 2)")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks (default: 8)")
@@ -184,6 +248,8 @@ if __name__ == "__main__":
     parser.add_argument("--micro-batches", type=int, default=1, help="of each batch of ours (default: 1)")
     parser.add_argument("--small", action="store_true", help="modules for a CPU; prints, and writes nothing")
     chosen = parser.parse_args()
+    if unknown := set(chosen.kinds) - set(kinds):
+        parser.error(f"unknown kinds: {', '.join(sorted(unknown))}; choose from {', '.join(kinds)}")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         free = listener.getsockname()[1]

@@ -63,15 +63,21 @@ def test_slow_steps_wrong_predictions_and_deaths_miss_their_bars():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hold", "side"), [("shards", "ours shards"), ("parameters", "ours auto")])
+@pytest.mark.parametrize(("hold", "side"), [("shards", "bare"), ("parameters", "ours auto")])
 def test_reserved_bytes_of_the_recorded_gpus_are_predicted(hold, side):
-    runs = json.loads(sharded_ranks.RECORD.read_text(encoding="utf-8"))["runs"]
-    counted = next(run["reserved_gib"][0] for run in runs if run["side"] == side)
+    record = json.loads(sharded_ranks.RECORD.read_text(encoding="utf-8"))
+    counted = next(run["reserved_gib"][0] for run in record["runs"] if run["side"] == side)
     module = Module({"case": LARGE, "accelerator": "cuda"})
     tokens = torch.zeros(LARGE["rows"], LARGE["length"], dtype=torch.long)
 
     predicted = lightning_unified.predict(
-        module, (tokens, tokens), device="cuda", devices=2, strategy="unified_fsdp", hold=hold, precision="bf16-true"
+        module,
+        (tokens, tokens),
+        device="cuda",
+        devices=record["ranks"],
+        strategy="unified_fsdp",
+        hold=hold,
+        precision="bf16-true",
     )
 
     assert predicted.reserved_bytes / GIB == pytest.approx(counted, rel=1e-3)
