@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from benchmarks.recovery.campaign.recipes import Recipe
 from lightning_unified import MicroBatchRules
+from lightning_unified.nn.cuda_graphs.graphs import _paused
 
 __all__ = ["CLASSES", "WIDTH", "Counted", "Seen"]
 
@@ -58,7 +59,7 @@ class Counted(L.LightningModule):
 
     @property
     def parts(self) -> list[int]:
-        """Rows of each `training_step`, those of checks and failed attempts among them."""
+        """Rows of each `training_step` that is no part of an exactness check, those of failed attempts among them."""
         return _PARTS[self]
 
     def build_net(self) -> nn.Module:
@@ -83,7 +84,8 @@ class Counted(L.LightningModule):
         if self.prepares_itself and prepare is not None:
             with torch.no_grad():
                 batch = prepare(batch)
-        self.parts.append(len(batch["id"]))
+        if not _paused.get():  # a check runs calls eagerly, and may come between two micro-batches
+            self.parts.append(len(batch["id"]))
         self.seen.update(batch["id"])
         loss = self.loss(batch)
         loss = loss + (self.tally[batch["id"]] * self.terms(batch)).sum() / self.total(batch)

@@ -85,7 +85,13 @@ class Canary:
 
 
 class _Mark:
-    """A hook that makes a mark; copies of the module and other processes make none."""
+    """A hook that makes a mark; copies of the module and other processes make none.
+
+    Attributes:
+        leaves_gradients: Tells `MicroBatchBackward` that this hook writes no gradient.
+    """
+
+    leaves_gradients = True
 
     def __init__(self, mark: Callable[[], None] | None = None) -> None:
         self._mark = mark

@@ -55,7 +55,8 @@ class MicroBatchBackward(Strategy):
 
 def _writes_gradients(module: L.LightningModule) -> bool:
     """Return whether code of the module may write `.grad` during the backward pass."""
-    hooked = any(getattr(one, "_post_accumulate_grad_hooks", None) for one in module.parameters())
+    hooks = (getattr(one, "_post_accumulate_grad_hooks", None) or {} for one in module.parameters())
+    hooked = any(not getattr(hook, "leaves_gradients", False) for own in hooks for hook in own.values())
     return hooked or is_overridden("backward", module)
 
 

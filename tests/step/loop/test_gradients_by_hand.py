@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
@@ -51,6 +52,20 @@ def test_gradients_written_in_backward_are_those_of_the_whole_batch(kind):
     split, _ = run(kind, batches(number=3))
 
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-11)
+
+
+def test_marks_that_watch_the_device_change_no_bit_of_a_split_batch():
+    watched, plain = (
+        run(
+            Net,
+            batches(number=3),
+            strategy=UnifiedStrategy(micro_batch_size=3, simulate="m2-16gb", detect_faults=detects),
+            precision="32-true",
+        )[0]
+        for detects in (True, False)
+    )
+
+    assert torch.equal(weights(watched), weights(plain))
 
 
 def test_an_optimizer_in_the_backward_pass_is_refused():
