@@ -80,6 +80,23 @@ class Gated(Gelu):
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
+@torch.library.custom_op("lightning_unified_tests::add_rows", mutates_args={"total"})
+def add_rows(total: torch.Tensor, rows: torch.Tensor) -> None:
+    total.add_(rows)
+
+
+class Counting(Gelu):
+    """Has an operator of a library that writes a large buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(64, 128, 64))
+
+    def forward(self, x):
+        add_rows(self.total, x.detach())
+        return super().forward(x)
+
+
 class Blocks(L.LightningModule):
     def __init__(self, kind):
         super().__init__()
@@ -90,6 +107,17 @@ class Blocks(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_an_operator_that_writes_its_argument_copies_nothing():
+    def peak(kind):
+        module = Blocks(kind)
+        for block in module.blocks:
+            block.compile()
+        return predict(module, torch.ones(64, 128, 64), device="cpu").peak_bytes
+
+    buffers = 2 * 64 * 128 * 64 * 4
+    assert peak(Counting) == pytest.approx(peak(Gelu) + buffers, abs=4096)
 
 
 @pytest.mark.slow

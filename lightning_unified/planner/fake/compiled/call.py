@@ -158,7 +158,26 @@ def _partition(
     with V.set_fake_mode(mode):
         joint = joint_graph_passes(joint, torch.device("cpu"))  # the fake tensors' own device
     keep_changing_values(joint.graph)
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
+    parts = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
+    with V.set_fake_mode(mode):
+        for part in parts:
+            _write_in_place(part)
+    return parts
+
+
+def _write_in_place(part: fx.GraphModule) -> None:
+    """Let operators write their arguments again, as the inductor backend does after the partition.
+
+    A trace replaces an operator of a library that writes its arguments by one that returns copies of them.
+    """
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+    from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
+
+    if any(node.target in {auto_functionalized, auto_functionalized_v2} for node in part.graph.nodes):
+        reinplace_inplaceable_ops_core(part.graph)
+        decompose_auto_functionalized(part.graph)
+        part.recompile()
 
 
 class _TracedError(Exception):
