@@ -88,7 +88,7 @@ class CachedFakeMode(FakeTensorMode):
                 _same_shape.note(func, args, kwargs, result)
         return result
 
-    def _of_higher_order(self, func: HigherOrderOperator, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _of_higher_order(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator of functions, by torch's rule for its own mode.
 
         torch looks for rules by the mode's class, and finds none for a subclass.
