@@ -59,7 +59,7 @@ class Counted(L.LightningModule):
 
     @property
     def parts(self) -> list[int]:
-        """Rows of each `training_step` that is no part of an exactness check, those of failed attempts among them."""
+        """Rows of each `training_step`, also of failed attempts, but not of exactness checks."""
         return _PARTS[self]
 
     def build_net(self) -> nn.Module:
