@@ -170,11 +170,11 @@ def _write_in_place(part: fx.GraphModule) -> None:
 
     A trace replaces an operator of a library that writes its arguments by one that returns copies of them.
     """
-    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
     from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 
-    if any(node.target in {auto_functionalized, auto_functionalized_v2} for node in part.graph.nodes):
+    copying = {torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2}
+    if any(node.target in copying for node in part.graph.nodes):
         reinplace_inplaceable_ops_core(part.graph)
         decompose_auto_functionalized(part.graph)
         part.recompile()
