@@ -1,11 +1,12 @@
 """A line about work that takes longer than two seconds, on standard error."""
 
+import _thread
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from lightning_unified.terminal.lines import is_live, say
 from lightning_unified.terminal.streams import LastingStream
@@ -24,28 +25,33 @@ def activity(doing: str) -> Iterator[None]:
 
     The last line has the whole time.
 
-    Inside another activity, and on all processes but the first, it shows nothing.
+    Inside another activity, on all processes but the first, and where memory is too short for a thread, it shows nothing.
     """
     if not is_first_process() or not _running.acquire(blocking=False):
         yield
         return
     over, line = threading.Event(), _Line(doing, began=time.monotonic())
-    thread = threading.Thread(target=_show, args=(line, over), name="activity", daemon=True)
-    thread.start()
+    with suppress(RuntimeError, MemoryError):
+        # `threading.Thread.start` waits until the thread runs: for ever, if memory runs out as it begins
+        _thread.start_new_thread(_show, (line, over))
     try:
         yield
     finally:
         over.set()
-        thread.join(timeout=1)
         line.end()
         _running.release()
 
 
 class _Line:
-    """The line of one activity: overwritten on a terminal, repeated now and then elsewhere."""
+    """The line of one activity: overwritten on a terminal, repeated now and then elsewhere.
+
+    Nothing is shown after `end`.
+    """
 
     def __init__(self, doing: str, *, began: float) -> None:
         self._doing, self._began = doing, began
+        self._writing = threading.Lock()
+        self._is_over = False
         self._is_live, self._width = is_live(sys.stderr), 0
         self._is_shown = False
 
@@ -56,12 +62,18 @@ class _Line:
 
     def update(self) -> None:
         """Show the activity with the time since it began."""
-        self._write(f"{self._doing} … {format_duration(round(time.monotonic() - self._began))}", last=False)
+        with self._writing:
+            if not self._is_over:
+                self._write(f"{self._doing} … {format_duration(round(time.monotonic() - self._began))}", last=False)
 
     def end(self) -> None:
         """Show the whole time, if the activity was shown."""
-        if self._is_shown:
+        has_lock = self._writing.acquire(timeout=1)  # a write may hang, to a pipe that nobody reads
+        self._is_over = True
+        if self._is_shown and has_lock:
             self._write(f"{self._doing}: {format_duration(time.monotonic() - self._began)}", last=True)
+        if has_lock:
+            self._writing.release()
 
     def _write(self, text: str, *, last: bool) -> None:
         first, self._is_shown = not self._is_shown, True

@@ -1,6 +1,8 @@
 """Work that takes longer than a moment is shown with its time, and shorter work is not."""
 
+import _thread
 import io
+import subprocess
 import sys
 import time
 
@@ -87,3 +89,25 @@ def test_an_error_ends_the_activity(shown, monkeypatch):
         raise ValueError("no")
 
     assert shown(io.StringIO()) != ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space as Linux does")
+def test_work_goes_on_where_memory_is_too_short_for_a_thread():
+    program = """
+import resource
+from pathlib import Path
+from lightning_unified.terminal import activity
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20,) * 2)
+with activity("planning the step"):
+    print("planned")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+
+    assert (done.returncode, done.stdout) == (0, "planned\n"), done.stderr
+
+
+def test_a_thread_that_never_runs_holds_up_no_work(shown, monkeypatch):
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+
+    assert shown(io.StringIO()) == ""
