@@ -36,6 +36,10 @@ def scratch_bytes_of(tensors: Iterable[Tensor]) -> int:
     return min(max(LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
 
 
+def _nothing(_tensors: Sequence[Tensor]) -> None:
+    """Do nothing."""
+
+
 class Replicas:
     """The ranks' copies of one module: equal parameters and buffers, averaged gradients.
 
@@ -92,14 +96,8 @@ class Replicas:
         if with_parameters:
             self._ranks.expect(parameters=len(self._parameters))
             self._ranks.average(self._scratch)  # backends allocate memory at their first reduction, so run one now
-            self._each(
-                [value.detach() for _, value in self._parameters],
-                self._send,
-                scale=None,
-                like="parameters",
-                complete=_nothing,
-            )
-        self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers", complete=_nothing)
+            self._each([value.detach() for _, value in self._parameters], self._send, scale=None, like="parameters")
+        self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers")
 
     def absent(self) -> int:
         """Return a mask of the parameters without a gradient, a bit each.
@@ -178,7 +176,7 @@ class Replicas:
         *,
         scale: float | None,
         like: object,
-        complete: Callable[[Sequence[Tensor]], None],
+        complete: Callable[[Sequence[Tensor]], None] = _nothing,
     ) -> None:
         """Run `collective` over all `tensors`, even if this rank runs out of memory meanwhile.
 
@@ -245,10 +243,6 @@ class Replicas:
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor's entries."""
     return tensor.numel() * tensor.element_size()
-
-
-def _nothing(_tensors: Sequence[Tensor]) -> None:
-    """Do nothing."""
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
