@@ -41,15 +41,34 @@ class GradientBuffer:
         self.places = self._views(self.blocks)
         self._own = [_users(block) for block in self.blocks]
 
-    def of(self, parameters: Mapping[str, Tensor]) -> "GradientBuffer":
-        """Return this buffer if it fits `parameters`, else a new one.
+    def gather(self, parameters: Mapping[str, Tensor]) -> "GradientBuffer":
+        """Return a buffer for `parameters`, with their current gradients moved into it.
 
-        It fits if names, shapes, dtypes and devices are equal.
+        That is this buffer if names, shapes, dtypes and devices are equal. Gradients pass through the host's memory, so that the device
+        never holds them twice, and no gradient keeps a block of the allocator from being freed. Gradients stay where they are if
+        some lie in this buffer already, and while processes may reduce them.
+
+        Raises:
+            torch.OutOfMemoryError: If there is no memory for the buffer; gradients are as before.
         """
-        if _kinds(parameters) != _kinds(self.places):
-            return GradientBuffer(parameters)
-        self.parameters = parameters
-        return self
+        fits = _kinds(parameters) == _kinds(self.places)
+        if fits:
+            self.parameters = parameters
+        if _reduces() or (fits and self.is_held):
+            return self if fits else GradientBuffer(parameters)
+        aside = _take_gradients(parameters)
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # the buffer would keep a larger cached block that recordings could never use
+            buffer = self if fits else GradientBuffer(parameters)
+        except BaseException:
+            for name, gradient in aside.items():
+                parameters[name].grad = gradient.to(parameters[name].device)
+            raise
+        places = buffer._views(buffer.blocks)
+        for name, gradient in aside.items():
+            parameters[name].grad = places[name].copy_(gradient)
+        return buffer
 
     def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -87,14 +106,6 @@ class GradientBuffer:
             block.copy_(values)
         return self._given(new, used)
 
-    def adopt(self) -> None:
-        """Move the parameters' current gradients into the buffer, so that they are in memory once."""
-        if self.is_held or _reduces():
-            return
-        for one, place in zip(self.parameters.values(), self._views(self.blocks).values(), strict=True):
-            if one.grad is not None and one.grad.layout == torch.strided:
-                one.grad = place.copy_(one.grad)
-
     @property
     def is_held(self) -> bool:
         """Whether a tensor outside shares the buffer."""
@@ -128,6 +139,16 @@ class GradientBuffer:
             elif is_used:
                 found.add(name)
         return found if [_users(block) for block in self.blocks] == list(users.values()) else None
+
+
+def _take_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the dense gradients of `parameters`; return their values in the host's memory."""
+    taken: dict[str, Tensor] = {}
+    for name, one in parameters.items():
+        if one.grad is not None and one.grad.layout == torch.strided:
+            taken[name] = one.grad.cpu()
+            one.grad = None
+    return taken
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:

@@ -117,8 +117,7 @@ class RecordedCalls:
     def gather(self) -> None:
         """Move existing gradients into the gradient buffer, out of memory that activations left."""
         if not self.is_refused:
-            self._buffer = self._buffer.of(self._trained)
-            self._buffer.adopt()
+            self._buffer = self._buffer.gather(self._trained)
 
     def release(self) -> None:
         """Free all recordings; they are made again at the next calls of their shapes."""
@@ -218,10 +217,7 @@ class RecordedCalls:
             self.release()  # rehearsals need the memory
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            torch.cuda.empty_cache()  # the gradient buffer would keep a larger cached block that recordings could never use
-            self._buffer = self._buffer.of(self._trained)
-            self._buffer.adopt()
-            torch.cuda.empty_cache()  # the memory that gradients left
+            self._buffer = self._buffer.gather(self._trained)
             due, written = self._shapes.due(self._recordings), [*self._written.values()]
             with eager_calls():
                 for call in due if has_compiled_parts else ():

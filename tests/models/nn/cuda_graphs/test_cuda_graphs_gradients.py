@@ -146,6 +146,23 @@ def test_gradients_of_eager_calls_are_gathered_with_their_values(net):
         assert own.grad is None or torch.equal(own.grad, other.grad)
 
 
+def test_no_gradient_is_on_the_device_while_the_buffer_is_made(net, monkeypatch):
+    step(net)
+    values, seen, empty = gradients(net), [], GradientBuffer({})
+
+    def fail(*_):
+        seen.append([one.grad for one in net.parameters()])
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(GradientBuffer, "__init__", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        empty.gather(dict(net.named_parameters()))
+
+    assert seen == [[None] * len(list(net.parameters()))]
+    assert all((one is None) == (values[name] is None) for name, one in gradients(net).items())
+    assert all(torch.equal(one, values[name]) for name, one in gradients(net).items() if one is not None)
+
+
 def test_a_gradient_is_freed_as_soon_as_it_is_added():
     x, weights = torch.ones(2, 4), {name: torch.ones(4, 4, requires_grad=True) for name in ("a", "b", "c")}
     buffer, seen = GradientBuffer(weights), []
