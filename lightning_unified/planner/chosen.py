@@ -25,8 +25,10 @@ def chosen_plan(
 ) -> Plan:
     """Return the plan of a step, with the memory of the generation before it.
 
-    The arguments are those of `Planner.choose`.
+    As in a run, CUDA's segments expand if the batch does not fit as the user set it. The arguments are those of `Planner.choose`.
     """
+    if planner.may_expand(limit=budget_bytes) and not planner.fits_whole(combinations[0], limit=budget_bytes):
+        planner.expand_segments()
     choice = planner.choose(combinations, budget_bytes=budget_bytes, rates=rates, only_best=only_best)
     found = _plan(planner, choice, precision=step.precision, budget_bytes=budget_bytes)
     if found.prediction is None:

@@ -57,6 +57,7 @@ class RunInterface(Strategy):
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": policy.splits.reason,
                 "cap": watch.named(watch.cap.reason) if watch.cap is not None else "none",
+                **({"segments": "expandable"} if watch.expands else {}),
                 **({} if watch.written is None else {"allocator_settings": watch.named(watch.written.reason)}),
             },
         )

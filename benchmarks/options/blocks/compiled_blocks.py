@@ -31,7 +31,7 @@ from benchmarks.records import origin, prepare, write
 COMMAND = "python -m benchmarks.options.blocks.compiled_blocks"
 RESULTS = Path(__file__).with_suffix(".json")
 ROWS, LENGTH, CLASSES, WIDTH, HEADS, LAYERS = 32, 1024, 50_304, 768, 12, 12
-WARM = 66  # steps before the clock: compilation, the exactness checks up to batch 64, and recordings after it
+WARM = 76  # steps before the clock: compilation, the exactness checks up to batch 64, and recordings after it
 CELLS = tuple(
     f"{network}/{cell}"
     for network in ("gpt", "gearhead")

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
+from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.metal import metal_pools
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Pools
@@ -84,7 +85,7 @@ def pools_of(backend: str, settings: AllocatorSettings = _DEFAULT) -> Pools:
         ValueError: If there is no model of it.
     """
     kinds: dict[str, Callable[[], Pools]] = {
-        "cuda": CudaSegments,
+        "cuda": ExpandableSegments if settings.expandable else CudaSegments,
         "rocm": CudaSegments,
         "mps": lambda: metal_pools(settings.torch_version or installed_torch()),
         "cpu": lambda: HostHeap(threshold=settings.mmap_threshold),

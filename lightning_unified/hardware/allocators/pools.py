@@ -10,13 +10,15 @@ a heap or segment from the driver. Every allocator here follows the `Pools` prot
 5. `release()`: return unused memory to the driver.
 
 Modelled are size classes, reuse, splitting, merging, release and CUDA's streams. Not modelled are the order in which a driver
-finishes commands, private pools of graphs, and the settings `expandable_segments`, `max_split_size_mb` and
-`roundup_power2_divisions`. `metal/` models Metal's heaps, `host_heap.py` a process's own heap.
+finishes commands, private pools of graphs, and the settings `max_split_size_mb` and `roundup_power2_divisions`. `expandable.py` models
+`expandable_segments`, `metal/` Metal's heaps, `host_heap.py` a process's own heap.
 """
 
 import bisect
+import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Protocol
 
 from lightning_unified.hardware.allocators.addresses import Addresses
@@ -30,13 +32,13 @@ _SMALL = 1 * MIB  # largest small block
 class Block:
     """Bytes of one tensor, or kept for the next.
 
-    `home` is its heap or segment, `at` its address.
+    `home` is its heap or segment, `at` its address. Addresses without memory behind them are not `mapped`.
     """
 
-    __slots__ = ("after", "at", "before", "home", "size", "used")
+    __slots__ = ("after", "at", "before", "home", "mapped", "size", "used")
 
     def __init__(self, size: int, home: "Home", at: int = 0) -> None:
-        self.size, self.home, self.at, self.used = size, home, at, True
+        self.size, self.home, self.at, self.used, self.mapped = size, home, at, True, True
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -133,6 +135,10 @@ class Freed:
         at = bisect.bisect_left(self._order, (size,))
         return self.blocks[at] if at < len(self.blocks) else None
 
+    def from_size(self, size: int) -> Iterator[Block]:
+        """Yield the blocks of at least `size` bytes in their order."""
+        yield from itertools.islice(self.blocks, bisect.bisect_left(self._order, (size,)), None)
+
     def pop(self, size: int, *, most: float) -> Block | None:
         """Remove and return the smallest block from `size` to `most` bytes; None if there is none."""
         at = bisect.bisect_left(self._order, (size,))
@@ -186,29 +192,23 @@ class CudaSegments:
         return round_up(size, self._ALIGNMENT)
 
     def reuse(self, size: int) -> Block | None:
-        block = self._freed[self._stream, size <= _SMALL].pop(size, most=math.inf)
+        block = self._freed[self._stream, self._is_small(size)].pop(size, most=math.inf)
         return None if block is None else self._split(block, size)
 
     def growth(self, size: int, *, pressed: bool) -> int:
         del pressed  # segments have the same size whether memory is short or not
-        if size <= _SMALL:
+        if self._is_small(size):
             return self._SMALL_SEGMENT
         return self._LARGE_SEGMENT if size < self._LARGE else round_up(size, self._ROUND)
 
     def place(self, size: int, *, pressed: bool) -> Block:
-        segment = Home(self.growth(size, pressed=pressed), small=size <= _SMALL, stream=self._stream)
+        segment = Home(self.growth(size, pressed=pressed), small=self._is_small(size), stream=self._stream)
         self.reserved += segment.size
         return self._split(Block(segment.size, segment, self.addresses.place(segment.size)), size)
 
     def give_back(self, block: Block) -> None:
         self.addresses.compute()
-        block.used = False
-        freed = self._freed_beside(block)
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and not neighbour.used:
-                freed.discard(neighbour)
-                block.absorb(neighbour)
-        freed.add(block)
+        self._free(block)
 
     def release(self) -> None:
         for freed in self._freed.values():
@@ -225,6 +225,20 @@ class CudaSegments:
             remainder.used = False
             self._freed_beside(block).add(remainder)
         return block
+
+    def _free(self, block: Block) -> None:
+        """Keep a block without use, merged with its free neighbours."""
+        block.used = False
+        freed = self._freed_beside(block)
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.mapped and not neighbour.used:
+                freed.discard(neighbour)
+                block.absorb(neighbour)
+        freed.add(block)
+
+    def _is_small(self, size: int) -> bool:
+        """Return whether a block lies in the pool of small blocks."""
+        return size <= _SMALL
 
     def _freed_beside(self, block: Block) -> Freed:
         return self._freed[block.home.stream, block.home.small]

@@ -26,6 +26,9 @@ with recordings than planned without these bytes.
 """
 
 
+_PAGES_APART = 22 * 2**20  # where segments expand: a page of the pool of large blocks and one of small blocks
+
+
 class StepBudget:
     """Counts the bytes of the budget that a step may take.
 
@@ -54,10 +57,18 @@ class StepBudget:
         whole = watch.bytes if room is None else min(watch.bytes, room)
         return whole - self.beside
 
+    def expand_segments(self) -> bool:
+        """Let the device's segments expand, if this process trains alone; return whether that has changed anything.
+
+        `left` may change then.
+        """
+        return self._trainer.world_size == 1 and self._policy.watch.expand_segments()
+
     @property
     def beside(self) -> int:
         """Bytes of the budget outside the step: process, driver, module, saving and recordings."""
-        recorded = _APART if replayed_parts(self._trainer.lightning_module) else 0
+        apart = _PAGES_APART if self._policy.watch.expands else _APART
+        recorded = apart if replayed_parts(self._trainer.lightning_module) else 0
         return self.foreign_bytes + self._policy.watch.driver_bytes + self.kept_bytes + self.copy_bytes + recorded
 
     @property

@@ -30,6 +30,7 @@ from lightning_unified.planner.search.step_traces import StepTraces
 
 __all__ = ["Planner"]
 
+_LEAST_TO_EXPAND = 2**30  # judgement: bytes of which the expandable segments' pages of 20 MiB waste little
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -99,6 +100,23 @@ class Planner:
         """
         return self._bytes.fit(self._traces.exactly(combination, micro_batch_size)[0], limit=limit)
 
+    def may_expand(self, *, limit: int) -> bool:
+        """Return whether a run lets segments expand if its batch does not fit within `limit` bytes: on one CUDA device."""
+        return self._traces.backend == "cuda" and self._link is None and limit >= _LEAST_TO_EXPAND
+
+    def expand_segments(self) -> None:
+        """Predict from now on for a CUDA allocator whose segments expand."""
+        self._bytes = replace(self._bytes, allocator=replace(self._bytes.allocator, expandable=True))
+
+    def fits_whole(self, own: Combination, *, limit: int) -> bool:
+        """Return whether the batch fits within `limit` bytes in the fewest micro-batches that are allowed.
+
+        Raises:
+            DryRunError: If the step cannot be traced.
+        """
+        fewest = self._traces.splits[0]
+        return self._bytes.fit(self._traces.of(own).at(fewest[0], num_micro_batches=len(fewest)), limit=limit)
+
     def choose(
         self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool = False
     ) -> Choice:
@@ -126,8 +144,8 @@ class Planner:
         self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool
     ) -> Choice:
         combinations = self._compared.that_differ(combinations)
-        own, fewest = combinations[0], self._traces.splits[0]
-        if self._bytes.fit(self._traces.of(own).at(fewest[0], num_micro_batches=len(fewest)), limit=budget_bytes):
+        own = combinations[0]
+        if self.fits_whole(own, limit=budget_bytes):
             combinations = [one for one in combinations if one.loss_chunk == own.loss_chunk]  # as a run does
         for _ in range(_ATTEMPTS):
             options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)

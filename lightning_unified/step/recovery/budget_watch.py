@@ -25,6 +25,7 @@ from lightning_unified.hardware import (
     resolve_budget,
 )
 from lightning_unified.hardware.allocators.settings import AllocatorSettings, allocator_settings
+from lightning_unified.hardware.environment.segments import expand_segments, segments_expand
 from lightning_unified.hardware.host.memory import resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.step.recovery.oom import release_cached_memory
@@ -90,6 +91,7 @@ class BudgetWatch:
         sharers: Processes of this run that use the same pool; each gets an equal share of the budget.
         driver_bytes: Bytes that Metal holds for the process beside the allocator's heaps. The allocator counts them
             against its cap. 0 elsewhere.
+        expands: Whether the segments of a CUDA allocator expand.
     """
 
     def __init__(self, spec: str | int, machine: SimulatedMachine | None = None) -> None:
@@ -106,6 +108,7 @@ class BudgetWatch:
         self._has_followed = False
         self.sharers = 1
         self.driver_bytes = 0
+        self.expands = False
         self._peaks = _PeakReports()
         self._files = 0
 
@@ -135,6 +138,7 @@ class BudgetWatch:
         reading = self.reading()
         self.budget = divide_budget(resolve_budget(self.spec, reading), reading, sharers=self.sharers)
         self.cap = cap_allocator(self.device, self.budget, **self._elsewhere)
+        self.expands = self.expands or (self.device.type == "cuda" and segments_expand(**self._elsewhere))
         if self.device.type == "mps":
             self.release()
             held = self.reading()
@@ -159,6 +163,14 @@ class BudgetWatch:
         """Release cached memory; call it outside any `except` block."""
         release_cached_memory(self.device, **self._elsewhere)
 
+    def expand_segments(self) -> bool:
+        """Let the segments of a CUDA allocator expand; return whether that has changed anything."""
+        if self.expands or self.machine is not None or not expand_segments(self.device, **self._elsewhere):
+            return False
+        self.expands = True
+        self.release()
+        return True
+
     def named(self, reason: str) -> str:
         """Return `reason`, with the name of the simulated machine before it, if there is one."""
         return reason if self.machine is None else f"simulated {self.machine.profile.name}: {reason}"
@@ -179,7 +191,7 @@ class BudgetWatch:
     @property
     def allocator(self) -> AllocatorSettings:
         """Settings of the device's allocator."""
-        return allocator_settings(self._sources, on_host=self.counts_process)
+        return allocator_settings(self._sources, on_host=self.counts_process, expandable=self.expands)
 
     @property
     def _sources(self) -> Sources:
