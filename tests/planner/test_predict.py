@@ -12,6 +12,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.predict import plan_many
+from lightning_unified.planner.search import planner
 from lightning_unified.planner.search.combinations import combinations_to_compare
 from lightning_unified.planner.search.phases import Phases
 from lightning_unified.units import format_bytes
@@ -153,6 +154,20 @@ def test_a_smaller_budget_gives_a_plan_that_fits(tight, whole):
     assert tight.prediction.reserved_bytes <= 0.75 * whole.reserved_bytes
     assert tight.micro_batch_size < 16 or tight.recompute
     assert tight.alternatives
+
+
+def test_segments_expand_where_the_whole_batch_does_not_fit(module, whole, tight, monkeypatch):
+    monkeypatch.setattr(planner, "_LEAST_TO_EXPAND", 0)
+    noted, expand = [], planner.Planner.expand_segments
+    monkeypatch.setattr(planner.Planner, "expand_segments", lambda self: (noted.append(1), expand(self))[1])
+    given = {"device": "cuda", "rates": RATES}
+    ample = lightning_unified.plan(module, BATCH, budget=whole.reserved_bytes, **given)
+    assert (ample.prediction.reserved_bytes, noted) == (whole.reserved_bytes, [])
+
+    short = lightning_unified.plan(module, BATCH, budget=whole.reserved_bytes - MIB, **given)
+    assert noted == [1]
+    assert short.prediction.reserved_bytes % (2 * MIB) == 0
+    assert tight.prediction.peak_bytes <= short.prediction.reserved_bytes <= whole.reserved_bytes - MIB
 
 
 def test_a_step_that_never_fits_is_refused_with_sizes_that_would(module):

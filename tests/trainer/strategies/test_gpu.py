@@ -50,6 +50,7 @@ class Wide(L.LightningModule):
 def _no_cap_afterwards():
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     torch.cuda.empty_cache()
 
 
@@ -75,6 +76,25 @@ def test_the_budget_caps_the_allocator_and_the_run_continues_in_micro_batches(pr
     assert strategy.micro_batch_size < strategy.effective_batch_size == 64
     assert torch.cuda.max_memory_reserved() <= 600 * MIB
     assert torch.isfinite(trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize("own", [None, "False"])
+def test_segments_expand_where_a_batch_does_not_fit(own, monkeypatch):
+    """The predicted peak is the counted one either way."""
+    if own is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{own}")
+    torch.cuda.empty_cache()
+    strategy = UnifiedStrategy(budget=1100 * MIB)
+    trainer = L.Trainer(strategy=strategy, max_steps=4, **QUIET)
+    trainer.fit(Wide())
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+
+    assert settings["expandable_segments"] is (own is None)
+    assert ("segments" in strategy.plan.reasons) is (own is None)
+    assert strategy.recoveries == 0
+    assert strategy.micro_batch_size < 64
+    assert torch.cuda.max_memory_reserved() <= 1100 * MIB
+    assert strategy.plan.predicted_peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.02)
 
 
 def test_micro_batches_give_the_gradients_of_the_whole_on_a_gpu():
