@@ -7,8 +7,8 @@ a module that the user compiled. "graphs" cells have compiled blocks and the cal
 allocator reserves: `reserved_bytes` includes it, `peak_bytes` does not. "chunked" cells ask for a loss in chunks of 4,096 rows. The unit of a network's budgets is the peak of its first cell.
 
 Usage: python -m benchmarks.options.blocks.compiled_blocks [network/cell ...] [--steps 126] [--seconds 170]
-       (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out, and `--add` keeps the
-       other cells of a record from the same device and versions)
+       (writes benchmarks/options/blocks/compiled_blocks.json; cells that do not fit into the seconds are left out. `--add` keeps the
+       other cells of a record from the same versions; cells of another device stay beside them)
 """
 
 import argparse
@@ -292,14 +292,10 @@ def one(name: str, steps: int, peak: int | None) -> None:
     print(json.dumps(found), flush=True)
 
 
-def recorded() -> dict[str, dict[str, Any]]:
-    """Return the runs of the present record by cell.
-
-    There are none if it comes from another device, or from other versions.
-    """
+def recorded() -> list[dict[str, Any]]:
+    """Return the runs of the present record; none if it comes from other versions."""
     record = json.loads(RESULTS.read_text())
-    is_alike = record["device"] == torch.cuda.get_device_name() and record["versions"] == origin(COMMAND)["versions"]
-    return {run["cell"]: run for run in record["runs"]} if is_alike else {}
+    return record["runs"] if record["versions"] == origin(COMMAND)["versions"] else []
 
 
 def unit_of(name: str) -> str:
@@ -319,7 +315,9 @@ def main() -> None:
         return
     prepare("compiled-blocks")
     began = time.monotonic()
-    runs = recorded() if options.add else {}
+    device, kept = torch.cuda.get_device_name(), recorded() if options.add else []
+    runs = {run["cell"]: run for run in kept if run["device"] == device}
+    others = [run for run in kept if run["device"] != device]
     for name in options.cells:
         left = options.seconds - (time.monotonic() - began)
         if left < 20:
@@ -341,10 +339,10 @@ def main() -> None:
         predicted, true = found.get("predicted_peak_bytes"), found.get("peak_bytes")
         if predicted and true and "graphs" not in name:
             found["error_of_prediction"] = round(predicted / true - 1, 4)
-        runs[name] = {"cell": name, "date": origin(COMMAND)["date"], "steps": options.steps, **found}
+        made = {"cell": name, "device": device, "date": origin(COMMAND)["date"], "steps": options.steps}
+        runs[name] = {**made, **found}
         print(json.dumps(runs[name]), flush=True)
-        record = {"device": torch.cuda.get_device_name(), "runs": [*runs.values()]}
-        write({**origin(COMMAND), **record}, RESULTS)
+        write({**origin(COMMAND), "runs": [*runs.values(), *others]}, RESULTS)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ _ENDLESS = 2**60  # more addresses than any device has bytes
 
 
 class ExpandableSegments(CudaSegments):
-    """CUDA's allocator with `expandable_segments:True`: one range of addresses for the small and one for the large blocks of a stream.
+    """CUDA's allocator with `expandable_segments:True`.
 
-    Physical pages are mapped into a range where blocks need them: 2 MiB each for blocks up to 1 MiB, 20 MiB for larger ones. A freed block is
+    A stream has one range of addresses for its small blocks, and one for its large blocks. Physical pages are mapped into a range where blocks need them: 2 MiB each for blocks up to 1 MiB, 20 MiB for larger ones. A freed block is
     chosen by its size as in `CudaSegments`, except that the last block counts with all addresses behind it. A block that fits into no
     freed one goes to the lowest addresses that have enough room, with new pages between and behind freed blocks. Blocks are split to 512
     bytes. `release` unmaps each page that has no block in use, so that free memory between blocks in use goes back to the driver too.

@@ -101,7 +101,10 @@ class Planner:
         return self._bytes.fit(self._traces.exactly(combination, micro_batch_size)[0], limit=limit)
 
     def may_expand(self, *, limit: int) -> bool:
-        """Return whether a run lets segments expand if its batch does not fit within `limit` bytes: on one CUDA device."""
+        """Return whether a run lets segments expand if its batch does not fit.
+
+        It does on one CUDA device, within `limit` bytes that are large enough.
+        """
         return self._traces.backend == "cuda" and self._link is None and limit >= _LEAST_TO_EXPAND
 
     def expand_segments(self) -> None:

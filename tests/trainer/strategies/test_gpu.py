@@ -66,7 +66,7 @@ def test_the_budget_caps_the_allocator_and_the_run_continues_in_micro_batches(pr
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
-    strategy = UnifiedStrategy(budget=600 * MIB)
+    strategy = UnifiedStrategy(budget=600 * MIB, predict=False)
     trainer = L.Trainer(strategy=strategy, max_steps=8, precision=precision, **QUIET)
     trainer.fit(Wide())
 
@@ -152,7 +152,7 @@ def test_logits_that_do_not_fit_are_named_by_the_allocators_own_figure():
 
     torch.cuda.empty_cache()
     with pytest.raises(OutOfMemoryError, match="the logits of 1 row do"):
-        L.Trainer(strategy=UnifiedStrategy(budget=600 * MIB), max_steps=1, **QUIET).fit(Vocabulary())
+        L.Trainer(strategy=UnifiedStrategy(budget=600 * MIB, predict=False), max_steps=1, **QUIET).fit(Vocabulary())
 
 
 class Dropped(nn.Module):
