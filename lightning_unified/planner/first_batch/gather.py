@@ -93,13 +93,11 @@ def gather_inputs(
         obstacle: Why the batch cannot be split; empty if it can.
         module: The name of the module's class.
     """
-    fits = partial(planner.fits, combinations[0], micro_batch_size=own.rows)
     limit = budget.left
-    own_fits = fits(limit=limit)
+    own_fits = planner.fits(combinations[0], micro_batch_size=own.rows, limit=limit)
     if not own_fits and planner.may_expand(limit=limit) and budget.expand_segments():
         planner.expand_segments()
         limit = budget.left
-        own_fits = fits(limit=limit)
     inputs = StepInputs(
         combinations=combinations,
         own=own,

@@ -78,6 +78,7 @@ class Planner:
         self._rates = None if rates is None else replace(rates, link=link)
         self._bytes = _CorrectedBytes(traces.counted.allocator, calibration)
         self._compared = ComparedOptions(traces)
+        self._has_expanded = False
         self._begun = time.monotonic()
 
     def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
@@ -108,7 +109,11 @@ class Planner:
         return self._traces.backend == "cuda" and self._link is None and limit >= _LEAST_TO_EXPAND
 
     def expand_segments(self) -> None:
-        """Predict from now on for a CUDA allocator whose segments expand."""
+        """Predict from now on for a CUDA allocator whose segments expand, because the batch does not fit otherwise.
+
+        Searches then compare all combinations, although the user's own may fit now.
+        """
+        self._has_expanded = True
         self._bytes = replace(self._bytes, allocator=replace(self._bytes.allocator, expandable=True))
 
     def fits_whole(self, own: Combination, *, limit: int) -> bool:
@@ -148,7 +153,7 @@ class Planner:
     ) -> Choice:
         combinations = self._compared.that_differ(combinations)
         own = combinations[0]
-        if self.fits_whole(own, limit=budget_bytes):
+        if not self._has_expanded and self.fits_whole(own, limit=budget_bytes):
             combinations = [one for one in combinations if one.loss_chunk == own.loss_chunk]  # as a run does
         for _ in range(_ATTEMPTS):
             options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
