@@ -14,10 +14,11 @@ _ENDLESS = 2**60  # more addresses than any device has bytes
 class ExpandableSegments(CudaSegments):
     """CUDA's allocator with `expandable_segments:True`.
 
-    A stream has one range of addresses for its small blocks, and one for its large blocks. Physical pages are mapped into a range where blocks need them: 2 MiB each for blocks up to 1 MiB, 20 MiB for larger ones. A freed block is
-    chosen by its size as in `CudaSegments`, except that the last block counts with all addresses behind it. A block that fits into no
-    freed one goes to the lowest addresses that have enough room, with new pages between and behind freed blocks. Blocks are split to 512
-    bytes. `release` unmaps each page that has no block in use, so that free memory between blocks in use goes back to the driver too.
+    A stream has one range of addresses for its small blocks, and one for its large blocks. Physical pages are mapped into a range
+    where blocks need them: 2 MiB each for blocks up to 1 MiB, 20 MiB for larger ones. A freed block is chosen by its size as in
+    `CudaSegments`, except that the last block counts with all addresses behind it. A block that fits into no freed one goes to the
+    lowest addresses that have enough room, with new pages between and behind freed blocks. Blocks are split to 512 bytes. `release`
+    unmaps each page that has no block in use, so that free memory between blocks in use goes back to the driver too.
 
     Source:
         torch's CUDACachingAllocator.cpp: `get_free_block`, `find_expandable_block`, `try_allocate_expandable_block`, `map_block`,
@@ -27,9 +28,8 @@ class ExpandableSegments(CudaSegments):
     def __init__(self) -> None:
         super().__init__()
         self._ranges: dict[tuple[int, bool], Home] = {}
-        self._holes: defaultdict[Home, dict[int, Block]] = defaultdict(
-            dict
-        )  # addresses without pages; the last hole has no end
+        # addresses without pages, by the first; the last hole has no end
+        self._holes: defaultdict[Home, dict[int, Block]] = defaultdict(dict)
 
     @override
     def reuse(self, size: int) -> Block | None:

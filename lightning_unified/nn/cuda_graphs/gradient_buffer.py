@@ -56,8 +56,9 @@ class GradientBuffer:
             self.parameters = parameters
         if _reduces() or (fits and self.is_held):
             return self if fits else GradientBuffer(parameters)
-        aside = _take_gradients(parameters)
+        aside: dict[str, Tensor] = {}
         try:
+            _set_aside(parameters, aside)
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # the buffer would keep a larger cached block that recordings could never use
             buffer = self if fits else GradientBuffer(parameters)
@@ -141,14 +142,12 @@ class GradientBuffer:
         return found if [_users(block) for block in self.blocks] == list(users.values()) else None
 
 
-def _take_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the dense gradients of `parameters`; return their values in the host's memory."""
-    taken: dict[str, Tensor] = {}
+def _set_aside(parameters: Mapping[str, Tensor], aside: dict[str, Tensor]) -> None:
+    """Move the dense gradients of `parameters` into the host's memory, one by one."""
     for name, one in parameters.items():
         if one.grad is not None and one.grad.layout == torch.strided:
-            taken[name] = one.grad.cpu()
+            aside[name] = one.grad.cpu()
             one.grad = None
-    return taken
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:

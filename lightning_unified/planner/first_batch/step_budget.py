@@ -26,7 +26,11 @@ with recordings than planned without these bytes.
 """
 
 
-_PAGES_APART = 22 * 2**20  # where segments expand: a page of the pool of large blocks and one of small blocks
+_PAGES_APART = 22 * 2**20
+"""Judgement: the same bytes where segments expand.
+
+They are one page of large blocks and one of small blocks, whose rest another pool cannot use.
+"""
 
 
 class StepBudget:

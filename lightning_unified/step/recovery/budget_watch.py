@@ -138,7 +138,7 @@ class BudgetWatch:
         reading = self.reading()
         self.budget = divide_budget(resolve_budget(self.spec, reading), reading, sharers=self.sharers)
         self.cap = cap_allocator(self.device, self.budget, **self._elsewhere)
-        self.expands = self.expands or (self.device.type == "cuda" and segments_expand(**self._elsewhere))
+        self.expands = self.device.type == "cuda" and segments_expand(**self._elsewhere)
         if self.device.type == "mps":
             self.release()
             held = self.reading()
