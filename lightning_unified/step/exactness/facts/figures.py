@@ -121,9 +121,10 @@ def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
 
 
 def _float_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 6): numbers of zeros and of non-finite entries.
+    """Return figures of shape (leaves, 8): numbers of zeros and of non-finite entries, and two of size and sign.
 
-    Each has its sum, minimum and maximum over rows.
+    The numbers have their sum, minimum and maximum over rows. Then follow the order of magnitude of the largest finite entry, as
+    `_orders` has it, and whether there are negative entries.
 
     Args:
         stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
@@ -131,7 +132,17 @@ def _float_figures(stack: Tensor) -> Tensor:
     # few operators support 8-bit floating-point formats
     wide = torch.Tensor.float if stack.element_size() == 1 else torch.Tensor.detach
     zeros = _counted(stack, lambda part: wide(part) == 0)
-    return _over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite()))
+    low, high = torch.nan_to_num(wide(stack).flatten(1), 0.0, 0.0, 0.0).aminmax(dim=1)
+    size_and_sign = torch.stack([_orders(torch.maximum(high, -low)), (low < 0).long()], 1)
+    return torch.cat([_over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite())), size_and_sign], 1)
+
+
+def _orders(sizes: Tensor) -> Tensor:
+    """Return the orders of magnitude of sizes, in steps of 8 whose ends are 0.7 and 5.7.
+
+    So the largest of many uniform, and of many normal numbers, is of one order in almost every batch.
+    """
+    return torch.floor((torch.log2(sizes.double().clamp(min=1e-30)) + 0.5) / 3).long()
 
 
 def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)) -> Tensor:

@@ -7,13 +7,14 @@ weight. So a batch with new facts is checked before its update. A profile is a s
 |---|---|---|
 | the values that occur | integers within a range of 64, texts | detect a new label |
 | the order of magnitude of the largest and smallest, and whether the largest is 255 | other integers | detect larger values and void pixels |
+| the order of magnitude of the largest size, in steps of 8; whether there are negative ones | floating-point numbers | detect outliers, which a loss may filter, scale or clamp |
 | the order of magnitude of the share of zeros, and of labels that losses ignore | every tensor | detect the first padding |
 | the order of magnitude of the share of rows that begin or end with the same number twice | integers | detect padding by any number |
 | whether a row has only zeros, or no zeros; whether there is NaN or infinity | every tensor | detect the first row without observations |
 | the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | detect new lengths |
 | whether the entries of all rows are as long; the order of magnitude of the longest and the shortest | lists of tensors or lists, packed and nested tensors | detect the first ragged batch |
 
-Orders of magnitude are powers of two, so that new facts become rare.
+Other orders of magnitude are powers of two, so that new facts become rare.
 """
 
 from collections import Counter
@@ -70,8 +71,9 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
 
 
 def _float_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
-    zeros, bad, fewest, _, most, _ = figures
-    return _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most) | {(path, "not finite", bad > 0)}
+    zeros, bad, fewest, _, most, _, size, has_negative = figures
+    facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most)
+    return facts | {(path, "not finite", bad > 0), (path, "size", size), (path, "negative", has_negative)}
 
 
 def _integer_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
