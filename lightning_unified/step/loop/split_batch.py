@@ -66,8 +66,6 @@ class SplitBatch:
         see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
-        skips_backward: Whether a micro-batch without a loss term has no backward pass. Ranks that hold shards run it, with gradients of
-            zero, because the other ranks need this one for theirs.
     """
 
     def __init__(
@@ -81,9 +79,8 @@ class SplitBatch:
         see_graph: Callable[[GraphFact | None], None],
         see_bends: Callable[[LossBends], None],
         is_checked: bool,
-        skips_backward: bool,
     ) -> None:
-        self.count, self._skips_backward = len(steps), skips_backward
+        self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._outside, self._is_checked = outside, is_checked
@@ -100,7 +97,8 @@ class SplitBatch:
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
 
-        A micro-batch without a loss term has no loss, and no gradient.
+        A micro-batch without a loss term has no loss, but a backward pass with gradients of zero: in the whole batch its rows' parameters
+        have such gradients, not None, so that optimizers update them. Ranks that hold shards need each other's passes too.
 
         Args:
             index: The number of the micro-batch.
@@ -119,9 +117,7 @@ class SplitBatch:
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
             output.loss = None
-            if self._skips_backward or output.closure_loss is None:
-                output.closure_loss = None
-            else:
+            if output.closure_loss is not None:
                 stop_gradients(output.closure_loss)
         return output
 

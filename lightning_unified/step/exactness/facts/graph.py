@@ -51,4 +51,16 @@ def stop_gradients(loss: Tensor) -> None:
 
 
 def _zeros(into: tuple[Tensor | None, ...], _out_of: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if one is None else torch.zeros_like(one) for one in into)
+    return tuple(None if one is None else _zero(one) for one in into)
+
+
+def _zero(gradient: Tensor) -> Tensor:
+    """Return zeros like a gradient.
+
+    A sparse one keeps its indices: optimizers for sparse gradients update these rows.
+    """
+    if gradient.layout != torch.sparse_coo:
+        return torch.zeros_like(gradient)
+    whole = gradient.clone().coalesce()
+    whole.values().zero_()
+    return whole

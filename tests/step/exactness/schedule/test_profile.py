@@ -42,6 +42,8 @@ NEWS = {
     "a row without scored labels": with_row("labels", 3, [-100] * 4),
     "a token of another order": with_row("tokens", 3, [70_000, 3, 0, 0]),
     "a weight of zero": with_row("weight", 3, 0.0),
+    "an outlier": with_row("weight", 3, 9.0),
+    "a negative weight": with_row("weight", 3, -0.5),
     "all flags set": {**SEEN, "flag": torch.ones(8, dtype=torch.bool)},
     "twice as long rows": {**SEEN, "x": torch.ones(8, 9)},
     "another tensor": {**SEEN, "z": torch.ones(8)},
