@@ -121,7 +121,7 @@ def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
 
 
 def _float_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 8): numbers of zeros and of non-finite entries, and two of size and sign.
+    """Return figures of shape (leaves, 8): numbers of zeros and of non-finite entries, size and sign.
 
     The numbers have their sum, minimum and maximum over rows. Then follow the order of magnitude of the largest finite entry, as
     `_orders` has it, and whether there are negative entries.
