@@ -1,4 +1,7 @@
-"""Parameters that only rows without labels use have gradients of zero, as in the whole batch, and are updated."""
+"""Parameters that only rows without labels use have gradients of zero.
+
+So optimizers update them, as in the whole batch.
+"""
 
 import lightning as L
 import pytest

@@ -131,12 +131,12 @@ class BatchProfiles:
     """The facts of all batches that have been checked.
 
     Some fields and attributes are new in every batch, such as sample numbers or the name of the last file. After 64 checked values of one
-    field, 8 of one attribute, 8 graphs or 32 bends of the loss, further values are therefore no new facts.
+    field, 8 of one attribute, 8 graphs or 32 at one bend of the loss, further values are therefore no new facts.
     """
 
     def __init__(self) -> None:
         self._known: set[Fact] = set()
-        self._values: Counter[tuple[str, str]] = Counter()
+        self._values: Counter[tuple[Any, ...]] = Counter()
 
     def news(self, facts: frozenset[Fact]) -> frozenset[Fact]:
         """Return the facts that no checked batch had."""
@@ -144,9 +144,17 @@ class BatchProfiles:
 
     def add(self, facts: frozenset[Fact]) -> None:
         """Record that batches with these facts have been checked."""
-        self._values.update(fact[:2] for fact in facts - self._known)
+        self._values.update(map(_field_of, facts - self._known))
         self._known |= facts
 
     def _varies(self, fact: Fact) -> bool:
-        path, kind, _ = fact
-        return kind in _MOST and self._values[path, kind] >= _MOST[kind]
+        return fact[1] in _MOST and self._values[_field_of(fact)] >= _MOST[fact[1]]
+
+
+def _field_of(fact: Fact) -> tuple[Any, ...]:
+    """Return what the values of a fact are counted by: its path and kind, and its place for a bend of the loss.
+
+    A loss of many terms has many bends, whose facts must not use up those of one.
+    """
+    path, kind, value = fact
+    return (path, kind, *value[1:3]) if kind == "bends" and len(value) > 2 else (path, kind)

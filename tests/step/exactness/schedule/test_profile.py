@@ -159,6 +159,18 @@ def test_an_attribute_that_changes_in_every_batch_is_news_eight_times():
     assert news == [True] * 8 + [False] * 4
 
 
+def test_bends_at_one_place_of_the_loss_do_not_use_up_those_of_another():
+    def bend(place, side):
+        return "the loss", "bends", ("graph", place, "relu", side, False)
+
+    profiles = BatchProfiles()
+    profiles.add(frozenset(bend(place, 0) for place in range(40)))
+    assert profiles.news(frozenset({bend(99, 0)}))
+
+    profiles.add(frozenset(bend(99, side) for side in range(32)))
+    assert not profiles.news(frozenset({bend(99, 33)}))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64]
 )
