@@ -10,7 +10,7 @@ from lightning_unified.hardware.environment.mps import Cap
 from lightning_unified.hardware.host.memory import host_available, host_total
 from lightning_unified.hardware.sources import Sources, read_text, torch_version
 
-__all__ = ["WRITTEN_CUDA", "is_one_pool_board", "set_cuda_environment", "written_share"]
+__all__ = ["ALLOCATOR_VARIABLES", "WRITTEN_CUDA", "is_one_pool_board", "set_cuda_environment", "written_share"]
 
 WRITTEN_CUDA = "LIGHTNING_UNIFIED_CUDA_WRITTEN"
 """Holds the setting this package wrote, so that child processes do not mistake it for the user's own."""
@@ -18,7 +18,7 @@ WRITTEN_CUDA = "LIGHTNING_UNIFIED_CUDA_WRITTEN"
 _KEY = "per_process_memory_fraction"
 _SINCE = (2, 13)
 # torch reads the first that is set (c10/cuda/CUDAAllocatorConfig.h, torch 2.13).
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:
@@ -41,7 +41,7 @@ def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = 
     parsed, environ, ram = parse_spec(spec), sources.environ, host_total(sources).bytes
     if not is_one_pool_board(sources) or not ram:
         return Cap(reason="no board whose GPU uses the host's memory: the cap is set when the device is known")
-    variable = next((name for name in _VARIABLES if environ.get(name)), _VARIABLES[0])
+    variable = next((name for name in ALLOCATOR_VARIABLES if environ.get(name)), ALLOCATOR_VARIABLES[0])
     entries = [entry.strip() for entry in environ.get(variable, "").split(",") if entry.strip()]
     ours = environ.get(WRITTEN_CUDA)
     theirs = [entry for entry in entries if entry != ours]

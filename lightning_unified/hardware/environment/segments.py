@@ -2,18 +2,17 @@
 
 from typing import Any
 
-from lightning_unified.hardware.environment.cuda import is_one_pool_board
+from lightning_unified.hardware.environment.cuda import ALLOCATOR_VARIABLES, is_one_pool_board
 from lightning_unified.hardware.sources import Sources, read_text
 
 __all__ = ["expand_segments", "segments_expand"]
 
 _KEY = "expandable_segments"
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first that is set
 
 
 def segments_expand(*, sources: Sources | None = None) -> bool:
     """Return whether the user's environment lets segments expand."""
-    return _entries(sources or Sources.live()).get(_KEY, "").casefold() == "true"
+    return _entries(sources or Sources.live()).get(_KEY) == "True"
 
 
 def expand_segments(device: Any, *, sources: Sources | None = None) -> bool:
@@ -42,6 +41,6 @@ def expand_segments(device: Any, *, sources: Sources | None = None) -> bool:
 
 def _entries(sources: Sources) -> dict[str, str]:
     """Return the allocator settings in the environment, by key."""
-    text = next((sources.environ[name] for name in _VARIABLES if sources.environ.get(name)), "")
+    text = next((sources.environ[name] for name in ALLOCATOR_VARIABLES if sources.environ.get(name)), "")
     pairs = (entry.partition(":") for entry in text.split(","))
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}

@@ -132,9 +132,26 @@ def _float_figures(stack: Tensor) -> Tensor:
     # few operators support 8-bit floating-point formats
     wide = torch.Tensor.float if stack.element_size() == 1 else torch.Tensor.detach
     zeros = _counted(stack, lambda part: wide(part) == 0)
-    low, high = torch.nan_to_num(wide(stack).flatten(1), 0.0, 0.0, 0.0).aminmax(dim=1)
+    low, high = _finite_limits(stack.flatten(1), wide)
     size_and_sign = torch.stack([_orders(torch.maximum(high, -low)), (low < 0).long()], 1)
     return torch.cat([_over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite())), size_and_sign], 1)
+
+
+def _finite_limits(flat: Tensor, wide: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the lowest and highest of 0 and the finite entries of each leaf.
+
+    Large leaves are read in halves.
+
+    Args:
+        flat: Leaves of shape (leaves, entries).
+        wide: Casts a part to a format that operators support.
+    """
+    if flat.numel() <= _AT_ONCE or flat.shape[1] == 1:
+        part = wide(flat)
+        finite = torch.where(part.isfinite(), part, 0)
+        return finite.amin(1).clamp(max=0), finite.amax(1).clamp(min=0)
+    (low, high), (other_low, other_high) = (_finite_limits(half, wide) for half in flat.tensor_split(2, 1))
+    return torch.minimum(low, other_low), torch.maximum(high, other_high)
 
 
 def _orders(sizes: Tensor) -> Tensor:
@@ -142,7 +159,8 @@ def _orders(sizes: Tensor) -> Tensor:
 
     So the largest of many uniform, and of many normal numbers, is of one order in almost every batch.
     """
-    return torch.floor((torch.log2(sizes.double().clamp(min=1e-30)) + 0.5) / 3).long()
+    # in float32, because MPS has no float64
+    return torch.floor((torch.log2(sizes.float().clamp(1e-30, 1e30)) + 0.5) / 3).long()
 
 
 def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)) -> Tensor:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_unified.step.exactness.facts import figures
 from lightning_unified.step.exactness.facts.figures import HostFigures
@@ -214,6 +216,34 @@ def test_counts_in_micro_batches_are_those_of_the_whole(monkeypatch, dtype, shap
     assert torch.equal(find(values), expected)
     assert torch.equal(figures._counted(values, noted), (values.double() == 0).sum(2))
     assert max(masks) <= max(at_once, shape[0])
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_size_and_sign_are_those_of_the_finite_entries_read_in_parts(monkeypatch, dtype, at_once):
+    values = torch.tensor([[[0.5, torch.nan], [3.0, -9.0]], [[torch.inf, 2.0], [1.0, 0.0]]]).to(dtype)
+    parts = []
+    monkeypatch.setattr(figures, "_AT_ONCE", at_once)
+    low, high = figures._finite_limits(values.flatten(1), lambda part: (parts.append(part.numel()), part)[1])
+
+    assert (low.tolist(), high.tolist()) == ([-9.0, 0.0], [3.0, 2.0])
+    assert figures._float_figures(values)[:, -2:].tolist() == [[1, 1], [0, 0]]
+    assert max(parts) <= max(at_once, 2)
+
+
+def test_figures_of_float32_need_no_float64_which_mps_lacks():
+    class Dtypes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            seen.update(one.dtype for one in tree_leaves(found) if isinstance(one, torch.Tensor))
+            return found
+
+    seen = set()
+    with Dtypes():
+        figures._float_figures(torch.randn(2, 3, 4))
+
+    assert torch.float32 in seen
+    assert torch.float64 not in seen
 
 
 BY_ROW = {
