@@ -36,7 +36,7 @@ class Recorder(L.Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.gradients.append(
-            torch.cat([p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None])
+            torch.cat([p.grad.to_dense().flatten().clone() for p in pl_module.parameters() if p.grad is not None])
         )
 
     def on_after_backward(self, trainer, pl_module):
