@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import named_tensors
-from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_rows
+from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_rows, size_and_sign_of
 
 __all__ = ["splits_of", "starts_of", "window", "windows_over"]
 
@@ -42,7 +42,7 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 def window(batch: Any, *, rows: int, size: int, unit: int, ignored: Collection[int] = (IGNORED,)) -> int:
     """Return the first of the `size` neighbouring rows whose data differ most.
 
-    The data are labels, masks, lengths and missing values.
+    The data are labels, masks, lengths, missing values, and the sizes and signs of floating-point numbers.
 
     Args:
         batch: The whole batch.
@@ -78,7 +78,8 @@ def windows_over(wanted: range, *, rows: int, size: int) -> list[int]:
 def _features(batch: Any, rows: int, ignored: Collection[int]) -> "NDArray[np.int64] | None":
     """Return features of shape (rows, features); None if no tensor has rows.
 
-    Each tensor gives the numbers of its zero, ignored and missing entries per row. Labels, one integer per row, are features themselves.
+    Each tensor gives the numbers of its zero, ignored and missing entries per row, and the size and sign of floating-point numbers. Labels,
+    one integer per row, are features themselves.
     """
     columns: list[Tensor] = []
     for _, leaf in named_tensors(batch):
@@ -93,7 +94,7 @@ def _features(batch: Any, rows: int, ignored: Collection[int]) -> "NDArray[np.in
             flat = flat.float()  # few operators support 8-bit floating-point formats
         columns.append((flat == 0).sum(1))
         if leaf.is_floating_point():
-            columns.append((~flat.isfinite()).sum(1))
+            columns += [(~flat.isfinite()).sum(1), *size_and_sign_of(flat).unbind(1)]
         else:
             columns.append(ignored_in_rows(flat[None], ignored)[0])
             if flat.shape[1] == 1:

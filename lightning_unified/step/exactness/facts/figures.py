@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import named_tensors
 
-__all__ = ["IGNORED", "KINDS", "HostFigures", "figures_of", "ignored_in_rows"]
+__all__ = ["IGNORED", "KINDS", "HostFigures", "figures_of", "ignored_in_rows", "size_and_sign_of"]
 
 KINDS = 64  # range of integers within which each value is a fact; a power of two
 IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
@@ -129,28 +129,39 @@ def _float_figures(stack: Tensor) -> Tensor:
     Args:
         stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
     """
-    # few operators support 8-bit floating-point formats
-    wide = torch.Tensor.float if stack.element_size() == 1 else torch.Tensor.detach
-    zeros = _counted(stack, lambda part: wide(part) == 0)
-    low, high = _finite_limits(stack.flatten(1), wide)
-    size_and_sign = torch.stack([_orders(torch.maximum(high, -low)), (low < 0).long()], 1)
-    return torch.cat([_over_rows(zeros, _counted(stack, lambda part: ~wide(part).isfinite())), size_and_sign], 1)
+    zeros = _counted(stack, lambda part: _wide(part) == 0)
+    size_and_sign = size_and_sign_of(stack.flatten(1))
+    return torch.cat([_over_rows(zeros, _counted(stack, lambda part: ~_wide(part).isfinite())), size_and_sign], 1)
 
 
-def _finite_limits(flat: Tensor, wide: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest of 0 and the finite entries of each leaf.
+def _wide(part: Tensor) -> Tensor:
+    """Return floating-point numbers in a format that operators support: few support those of 8 bits."""
+    return part.detach().float() if part.element_size() == 1 else part.detach()
 
-    Large leaves are read in halves.
+
+def size_and_sign_of(flat: Tensor) -> Tensor:
+    """Return the order of magnitude of the largest finite size, and whether there are negative entries.
 
     Args:
-        flat: Leaves of shape (leaves, entries).
-        wide: Casts a part to a format that operators support.
+        flat: Floating-point numbers of shape (leaves or rows, entries).
+
+    Returns:
+        Integers of shape (leaves or rows, 2).
+    """
+    low, high = _finite_limits(flat)
+    return torch.stack([_orders(torch.maximum(high, -low)), (low < 0).long()], 1)
+
+
+def _finite_limits(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest and highest of 0 and the finite entries, for each entry of the first dimension.
+
+    Large tensors are read in halves.
     """
     if flat.numel() <= _AT_ONCE or flat.shape[1] == 1:
-        part = wide(flat)
+        part = _wide(flat)
         finite = torch.where(part.isfinite(), part, 0)
         return finite.amin(1).clamp(max=0), finite.amax(1).clamp(min=0)
-    (low, high), (other_low, other_high) = (_finite_limits(half, wide) for half in flat.tensor_split(2, 1))
+    (low, high), (other_low, other_high) = (_finite_limits(half) for half in flat.tensor_split(2, 1))
     return torch.minimum(low, other_low), torch.maximum(high, other_high)
 
 

@@ -53,6 +53,8 @@ RARE = {
     "a row without observations": {"x": {21: torch.zeros(4)}},
     "a padded row": {"x": {21: torch.tensor([1.0, 1.0, 0.0, 0.0])}},
     "a missing value": {"x": {21: torch.tensor([1.0, 1.0, 1.0, float("nan")])}},
+    "an outlier": {"x": {21: torch.tensor([1.0, 1.0, 1.0, 50.0])}},
+    "a negative number": {"x": {21: torch.tensor([1.0, 1.0, 1.0, -1.0])}},
 }
 
 
