@@ -10,6 +10,7 @@ from lightning_unified.errors import HalfUpdatedError
 from lightning_unified.step.loop.closure import ZeroGrad
 from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
+from lightning_unified.step.undo import RenormedRows
 
 __all__ = ["Attempt"]
 
@@ -31,8 +32,10 @@ class Attempt:
 
     Attributes:
         snapshot: The argument.
+        written: The trained parameters that an undone attempt had written before the optimizer step. They keep what it wrote.
         gradients: The gradients of the window's earlier batches.
         zeroing: Zeroes the gradients of this batch; None within a window.
+        renormed: The rows of embeddings that the attempt scales in place. The attempt runs inside this block.
     """
 
     def __init__(
@@ -41,6 +44,9 @@ class Attempt:
         self.snapshot = snapshot
         self.gradients = HeldGradients(parameters, within_window=within_window)
         self.zeroing: ZeroGrad | None = None
+        self.renormed = RenormedRows()
+        self.written: list[Tensor] = []
+        self._versions = [(one, one._version) for one in parameters if one.requires_grad]
         self._copies_weights = copies_weights
         self._weights: WeightsWatch | WeightsCopy | None = None
 
@@ -50,7 +56,12 @@ class Attempt:
         If an optimizer runs its closure again, its first record is kept, because it has written already.
         """
         if self._weights is None:
+            self._note_written()
             self._weights = (WeightsCopy if self._copies_weights else WeightsWatch)(optimizer)
+
+    def _note_written(self) -> None:
+        moved = (one for one, version in self._versions if one._version != version)
+        self.written = [one for one in moved if not self.renormed.wrote(one)]
 
     def restore_weights(self) -> bool:
         """Restore weights and optimizer state.
@@ -67,6 +78,9 @@ class Attempt:
         """
         if not self.restore_weights():
             raise HalfUpdatedError(_HALF_UPDATED)
+        if self._weights is None:
+            self._note_written()
+        self.renormed.restore()
         self.gradients.restore()
         if self.zeroing is not None:
             self.zeroing.undo()

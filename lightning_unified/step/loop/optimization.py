@@ -13,7 +13,7 @@ from Lightning's loop:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,7 +161,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             outputs = reason = None
             is_over, is_reweighted = True, False
             try:
-                with named_errors():
+                with named_errors(), attempt.renormed:
                     outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             except RecomputationError as error:
                 self._policy.leave_unrecomputed(error)
@@ -172,6 +172,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             if reason is None and is_over:
                 break
             kwargs[key] = attempt.undo()
+            self._say_written(attempt.written)
             del attempt
             if is_reweighted:
                 self._plan_and_count(kwargs, shape, batch_idx=batch_idx)  # the new rule counts other terms
@@ -181,6 +182,12 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
+
+    def _say_written(self, parameters: Sequence[Tensor]) -> None:
+        """Warn of trained parameters that an undone attempt had written, and that nothing restores."""
+        named = self.trainer.lightning_module.named_parameters()
+        written = {id(one) for one in parameters}
+        self._policy.notices.say_rewritten([name for name, one in named if id(one) in written] if written else ())
 
     def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         """Return the outputs and None, or None and the reason why the batch must be repeated."""

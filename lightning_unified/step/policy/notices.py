@@ -78,6 +78,14 @@ class Notices:
         """
         self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
 
+    def say_rewritten(self, names: Iterable[str]) -> None:
+        """Warn once of each trained parameter that a failed step had written before the optimizer did."""
+        for name in names:
+            self.say(
+                f"a step that ran out of memory had written {name}, a trained parameter, before the optimizer step. The repeated step writes it "
+                "again; this is the same only if the second write changes nothing, as a normalization. Write it in on_train_batch_end instead."
+            )
+
     def say_unsplit(self, why: str, *, option: str, asked: int | None) -> None:
         """Note once in the events why batches are not split; warn if the user asked for a size.
 

@@ -21,7 +21,7 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.logs import LogRecorder, inside_hook
 from lightning_unified.step.results.silent_loggers import SilentLoggers
-from lightning_unified.step.undo import TRAINING_STEP, Noted, StateWatch, roots_of
+from lightning_unified.step.undo import TRAINING_STEP, Noted, RenormedRows, StateWatch, roots_of
 
 __all__ = ["Undone", "draws_or_mixes", "gradient_of_step", "owns_dropout", "parameters_of_step", "state_of_step"]
 
@@ -41,6 +41,7 @@ class Undone:
         in_eval: Returns whether a child module is in eval mode inside; by default `draws_or_mixes`. Use `owns_dropout`
             if the gradient is still random.
         state: A watch that earlier blocks used for the same Trainer; None for a new one.
+        renormed: Keeps the rows of embeddings that the step scales in place; None for a new one.
 
     Raises:
         RunError: At the end of the block, if a step wrote a tensor that cannot be restored.
@@ -52,10 +53,11 @@ class Undone:
         *,
         in_eval: Callable[[nn.Module], bool] | None = None,
         state: StateWatch | None = None,
+        renormed: RenormedRows | None = None,
     ) -> None:
         self._trainer, self._in_eval = trainer, in_eval or draws_or_mixes
         self._module = trainer.lightning_module
-        self._state = state or state_of_step(trainer)
+        self._state, self._renormed = state or state_of_step(trainer), renormed or RenormedRows()
         self._results = trainer.fit_loop.epoch_loop._results
 
     def __enter__(self) -> Self:
@@ -74,6 +76,7 @@ class Undone:
         self._kernels = ExitStack()
         self._kernels.enter_context(_attention_without_cudnn())
         self._kernels.enter_context(eager_calls())
+        self._kernels.enter_context(self._renormed)
         self._loggers = self._kernels.enter_context(SilentLoggers(trainer))
         self._logs = LogRecorder().recording(self._results)
         self._logs.__enter__()
@@ -112,6 +115,7 @@ class Undone:
             parameter.grad = gradient
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
+        self._renormed.restore()
         self._snapshot.restore()
 
 

@@ -7,6 +7,7 @@ from lightning_unified.errors import SplitError
 __all__ = [
     "failure_on_rows",
     "refusal_of_gradients",
+    "refusal_of_renormed",
     "refusal_of_state",
     "refusal_of_switches",
     "refusal_of_updates",
@@ -87,6 +88,15 @@ def refusal_of_switches(whose: str, parameter: str) -> SplitError:
     return SplitError(
         f"{late} Change it at the beginning of the step, in on_train_batch_start or on_train_batch_end, or declare "
         "MicroBatchRules(splittable=False) to run batches whole."
+    )
+
+
+def refusal_of_renormed(whose: str, parameter: str) -> SplitError:
+    """Return the error for an embedding with `max_norm` whose weight is also used by another operation."""
+    return SplitError(
+        f"{whose} uses {parameter} in an embedding with max_norm and elsewhere, as tied weights are. The embedding scales rows of it in place, in "
+        "each forward pass, and a split batch would use it elsewhere before all rows are scaled. Scale it in on_train_batch_start "
+        "(torch.renorm) and leave max_norm out, untie the weights, or declare MicroBatchRules(splittable=False) to run batches whole."
     )
 
 

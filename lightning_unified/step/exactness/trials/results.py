@@ -24,7 +24,7 @@ from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
 from lightning_unified.step.results.written import Written, written_since
 from lightning_unified.step.split.containers import entries_of, with_entries
-from lightning_unified.step.undo import StateWatch
+from lightning_unified.step.undo import RenormedRows, StateWatch
 
 __all__ = ["Results", "aside", "copied", "is_batch_norm"]
 
@@ -78,6 +78,7 @@ def aside(
     *,
     in_eval: Callable[[nn.Module], bool] = is_batch_norm,
     state: StateWatch | None = None,
+    renormed: RenormedRows | None = None,
 ) -> Iterator[Callable[[Any], Results]]:
     """Undo a step that runs inside the block.
 
@@ -89,10 +90,11 @@ def aside(
         draws: The draw mode in which the step runs; it records the formats of results.
         in_eval: Returns whether a child of the module is in eval mode inside the block.
         state: The watch over the state that the step may change; None for a new one.
+        renormed: Keeps the rows of embeddings that the step scales in place; None for a new one.
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
-        undone = stack.enter_context(Undone(trainer, in_eval=in_eval, state=state))
+        undone = stack.enter_context(Undone(trainer, in_eval=in_eval, state=state, renormed=renormed))
         stack.enter_context(logs.recording(results))
         metrics = undone.metrics
         for metric in metrics.values():

@@ -23,15 +23,17 @@ from lightning_unified.step.exactness.facts.progress import Counters, WatchedInd
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.trials.refusals import (
+    refusal_of_renormed,
     refusal_of_switches,
     refusal_of_updates,
     refusal_of_writes,
 )
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
-from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights
+from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights, used_otherwise
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
+from lightning_unified.step.undo import RenormedRows
 
 __all__ = ["Run", "Runner"]
 
@@ -76,6 +78,7 @@ class Runner:
         self.counters = Counters()
         self.ignored_labels: set[int] = set()
         self._sampled: list[Tensor] = []
+        self._renormed = RenormedRows()
         self._state = state_of_step(trainer)
 
     @property
@@ -103,7 +106,9 @@ class Runner:
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
-        with self._precise(), aside(self._trainer, results, draws, in_eval=in_eval, state=self._state) as gather:
+        self._renormed = RenormedRows()
+        undone = aside(self._trainer, results, draws, in_eval=in_eval, state=self._state, renormed=self._renormed)
+        with self._precise(), undone as gather:
             parameters = parameters_of_step(self._trainer)
             scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
             shards = None if self._group.has_whole_parameters else NotedShards(parameters)
@@ -140,6 +145,8 @@ class Runner:
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
             self.ignored_labels |= ignored_labels(graph_near(loss)[1])
+            if (renormed := used_otherwise(loss, filter(self._renormed.wrote, parameters))) is not None:
+                raise refusal_of_renormed(type(self.module).__name__, self._named(renormed))
             versions = [parameter._version for parameter in parameters]
             with draws if draws.covers_backward else nullcontext(), inside_hook(self.module, "backward"):
                 self.module.backward(loss * scale)

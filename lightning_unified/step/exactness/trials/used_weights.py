@@ -1,6 +1,6 @@
 """Find parameters that a step writes, freezes or unfreezes after it has used them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["NotedShards", "UsedWeights"]
+__all__ = ["NotedShards", "UsedWeights", "used_otherwise"]
 
 _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
 
@@ -86,6 +86,23 @@ class NotedShards:
     def written(self) -> Tensor | None:
         """A parameter that was written since; None without one."""
         return _first_changed(self._own, self._before)
+
+
+def used_otherwise(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor | None:
+    """Return a parameter that another operation than an embedding uses in autograd's graph of a loss; None without one."""
+    sought = {id(one): one for one in parameters}
+    waiting = [loss.grad_fn] if sought else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            used = sought.get(id(getattr(following, "variable", None)))
+            if used is not None and node is not None and not node.name().startswith("Embedding"):
+                return used
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return None
 
 
 def _first_changed(parameters: Sequence[Tensor], before: Sequence[float]) -> Tensor | None:
