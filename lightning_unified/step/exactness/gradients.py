@@ -29,7 +29,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients", "tolerance_in_training"]
+__all__ = [
+    "Disagreement",
+    "GradientSample",
+    "Tolerance",
+    "disagreement",
+    "sample_gradients",
+    "tolerance_in_training",
+    "unequal_existence",
+]
 
 _DOUBLE = 1e-6
 _TF32 = 2e-3  # rounding of ten mantissa bits over a deep model
@@ -84,10 +92,13 @@ class GradientSample:
         groups: The entries, by device and format.
         lengths: The number of entries of each parameter.
         scale: The factor that multiplied the loss.
+        exist: Whether each parameter has a gradient; empty where unknown.
     """
 
-    def __init__(self, groups: Sequence[_Group], lengths: Sequence[int], *, scale: float) -> None:
-        self._groups, self.lengths, self._scale = groups, lengths, scale
+    def __init__(
+        self, groups: Sequence[_Group], lengths: Sequence[int], *, scale: float, exist: Sequence[bool] = ()
+    ) -> None:
+        self._groups, self.lengths, self._scale, self.exist = groups, lengths, scale, exist
 
     @cached_property
     def values(self) -> Tensor:
@@ -188,7 +199,8 @@ def sample_gradients(
     for index, sample in enumerate(samples):
         indices.setdefault((sample.device, sample.dtype), []).append(index)
     groups = [_Group(torch.cat([samples[index] for index in chosen]), chosen) for chosen in indices.values()]
-    return GradientSample(groups, [len(sample) for sample in samples], scale=scale)
+    exist = [] if any(isinstance(one, DTensor) for one in parameters) else [one.grad is not None for one in parameters]
+    return GradientSample(groups, [len(sample) for sample in samples], scale=scale, exist=exist)
 
 
 def disagreement(
@@ -220,6 +232,18 @@ def disagreement(
     worst = int(excess.argmax())
     relative = float(off[worst] / largest[worst]) if largest[worst] else 0.0
     return Disagreement(float(excess[worst]), relative, worst)
+
+
+def unequal_existence(whole: GradientSample, micro_batches: Sequence[GradientSample]) -> int | None:
+    """Return the index of a parameter that only the whole rows or only a micro-batch gives a gradient; None without one.
+
+    An optimizer with momentum or weight decay writes a parameter whose gradient is zero, and leaves one without a gradient alone.
+    """
+    if any(len(one.exist) != len(whole.exist) for one in micro_batches):
+        return None
+    together = map(any, zip(*(one.exist for one in micro_batches), strict=True))
+    pairs = enumerate(zip(whole.exist, together, strict=True))
+    return next((index for index, (one, other) in pairs if one != other), None)
 
 
 def _sample(parameter: Tensor) -> Tensor:

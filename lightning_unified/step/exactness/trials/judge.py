@@ -4,11 +4,16 @@ from collections.abc import Callable, Sequence
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
+from lightning_unified.step.exactness.gradients import unequal_existence
 from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
 from lightning_unified.step.exactness.trials.learning import learn_results
-from lightning_unified.step.exactness.trials.refusals import refusal_of_gradients, refusal_of_state
+from lightning_unified.step.exactness.trials.refusals import (
+    refusal_of_existence,
+    refusal_of_gradients,
+    refusal_of_state,
+)
 from lightning_unified.step.exactness.trials.rounding import MOST
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
@@ -65,6 +70,11 @@ class Judge:
                 self._whose, trial.rows, differences, parameter=parameter, not_replayed=not_replayed
             )
             raise SplitError(refusal + since, is_for_rules=True)
+        alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])
+        if alone is not None:
+            is_of_whole = comparison.whole.gradient.exist[alone]
+            parameter = self._runner.name_of(alone)
+            raise SplitError(refusal_of_existence(self._whose, trial.rows, parameter, is_of_whole=is_of_whole) + since)
         agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), allowed)]
         self._learn(comparison, agreeing[0], repeat=runs.repeated, since=since)
         return Findings(

@@ -6,6 +6,7 @@ from lightning_unified.errors import SplitError
 
 __all__ = [
     "failure_on_rows",
+    "refusal_of_existence",
     "refusal_of_gradients",
     "refusal_of_renormed",
     "refusal_of_state",
@@ -40,6 +41,27 @@ def refusal_of_gradients(
         "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
         "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
         "each row by itself; splittable=False to run batches whole; check=False to split all the same."
+    )
+
+
+def refusal_of_existence(whose: str, rows: int, parameter: str, *, is_of_whole: bool) -> str:
+    """Return the error message for a parameter that gets a gradient of zeros only whole, or only split.
+
+    Args:
+        whose: The name of the module's class.
+        rows: The number of rows that ran.
+        parameter: The name of the parameter.
+        is_of_whole: Whether the whole rows give the gradient.
+    """
+    given = (
+        f"{rows} rows, and their micro-batches give it none"
+        if is_of_whole
+        else f"micro-batches of {rows} rows, and these rows whole give it none"
+    )
+    return (
+        f"{whose} cannot be split exactly: {parameter} gets a gradient of zeros from {given}. "
+        "Optimizers with momentum or weight decay update a parameter with zeros, and leave one without a gradient alone. Let the step use it for any "
+        "number of rows, or for none, or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to split all the same."
     )
 
 

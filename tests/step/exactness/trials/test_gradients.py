@@ -10,12 +10,15 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
+from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import (
     Tolerance,
     disagreement,
     sample_gradients,
     tolerance_in_training,
+    unequal_existence,
 )
+from tests.support.modules.split import Net, run
 
 FORMATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -179,6 +182,46 @@ def test_a_gradient_that_is_not_finite_or_zero_says_nothing():
     assert sampled(random(3)).says_nothing == ""
     assert sampled(random(3), torch.tensor([1.0, float("inf")])).says_nothing == "its gradient is not finite"
     assert sampled(torch.zeros(3), None).says_nothing == "its gradient is zero on the rows looked at"
+
+
+def test_a_gradient_of_zeros_and_none_are_told_apart():
+    zeros, none = sampled(random(3), torch.zeros(3)), sampled(random(3), None)
+
+    assert unequal_existence(zeros, [none, none]) == 1
+    assert unequal_existence(none, [none, zeros]) == 1
+    assert unequal_existence(zeros, [none, zeros]) is None
+    assert unequal_existence(none, [none]) is None
+
+
+class Extra(Net):
+    """Uses a layer, multiplied by zero, for some numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(4, 1)
+
+    def loss(self, out, batch):
+        loss = super().loss(out, batch)
+        return loss + 0.0 * self.extra(out).sum() if self.uses(len(out)) else loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.1, weight_decay=0.1)
+
+
+class OfManyRows(Extra):
+    def uses(self, rows):
+        return rows > 4
+
+
+class OfFewRows(Extra):
+    def uses(self, rows):
+        return rows <= 4
+
+
+@pytest.mark.parametrize("kind", [OfManyRows, OfFewRows])
+def test_a_parameter_with_a_gradient_only_whole_or_only_split_is_refused_by_name(kind):
+    with pytest.raises(SplitError, match=r"extra\.weight gets a gradient of zeros from"):
+        run(kind)
 
 
 def test_a_module_without_parameters_has_no_disagreement():
