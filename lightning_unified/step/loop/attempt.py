@@ -34,7 +34,7 @@ class Attempt:
         snapshot: The argument.
         written: The trained parameters that an undone attempt had written before the optimizer step. They keep what it wrote.
         gradients: The gradients of the window's earlier batches.
-        zeroing: Zeroes the gradients of this batch; None within a window.
+        zeroing: Zero the gradients of this batch, one for each run of the closure; none within a window.
         renormed: The rows of embeddings that the attempt scales in place. The attempt runs inside this block.
     """
 
@@ -43,7 +43,7 @@ class Attempt:
     ) -> None:
         self.snapshot = snapshot
         self.gradients = HeldGradients(parameters, within_window=within_window)
-        self.zeroing: ZeroGrad | None = None
+        self.zeroing: list[ZeroGrad] = []
         self.renormed = RenormedRows()
         self.written: list[Tensor] = []
         self._versions = [(one, one._version) for one in parameters if one.requires_grad]
@@ -82,6 +82,6 @@ class Attempt:
             self._note_written()
         self.renormed.restore()
         self.gradients.restore()
-        if self.zeroing is not None:
-            self.zeroing.undo()
+        for zeroing in reversed(self.zeroing):
+            zeroing.undo()
         return self.snapshot.undo()

@@ -93,10 +93,12 @@ class ZeroGrad:
 
     Args:
         zero_grad: Lightning's function: calls `on_before_zero_grad`, then `optimizer_zero_grad`.
+        kept: The parameters whose gradients are copied before that, for `undo`; none if no user's hook sees them.
     """
 
-    def __init__(self, zero_grad: Callable[[], None]) -> None:
-        self._zero_grad = zero_grad
+    def __init__(self, zero_grad: Callable[[], None], kept: Iterable[Tensor] = ()) -> None:
+        self._zero_grad, self._kept = zero_grad, list(kept)
+        self._before: list[Tensor | None] | None = None
 
     def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:  # noqa: ARG002  # see LateZeroGrad
         """Follow a micro-batch's step.
@@ -107,10 +109,17 @@ class ZeroGrad:
             settle: Writes the state that the whole batch's step would have written.
         """
         if first:
-            self._zero_grad()
+            self._zero()
+
+    def _zero(self) -> None:
+        self._before = [None if one.grad is None else one.grad.clone() for one in self._kept]
+        self._zero_grad()
 
     def undo(self) -> None:
-        """Do nothing: no gradient is set aside."""
+        """Restore the gradients of the step before, for the hooks of a repeated step."""
+        if self._before is not None:
+            _put(self._kept, self._before)
+        self._before = None
 
 
 class LateZeroGrad(ZeroGrad):
@@ -121,35 +130,38 @@ class LateZeroGrad(ZeroGrad):
     costs their bytes.
     """
 
-    def __init__(self, zero_grad: Callable[[], None], parameters: Iterable[Tensor]) -> None:
-        super().__init__(zero_grad)
+    def __init__(
+        self, zero_grad: Callable[[], None], parameters: Iterable[Tensor], kept: Iterable[Tensor] = ()
+    ) -> None:
+        super().__init__(zero_grad, kept)
         self._parameters = list(parameters)
         self._aside: list[Tensor | None] | None = None
 
     def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:
         if first:
             self._aside = [parameter.grad for parameter in self._parameters]
-            self._put([None] * len(self._parameters))
+            _put(self._parameters, [None] * len(self._parameters))
         if last:
             settle()
             made = [parameter.grad for parameter in self._parameters]
-            self.undo()
-            self._zero_grad()
-            self._put([_sum(parameter.grad, one) for parameter, one in zip(self._parameters, made, strict=True)])
+            self._put_back()
+            self._zero()
+            sums = [_sum(parameter.grad, one) for parameter, one in zip(self._parameters, made, strict=True)]
+            _put(self._parameters, sums)
 
     def undo(self) -> None:
-        """Restore the gradients that are set aside."""
-        if self._aside is not None:
-            self._put(self._aside)
-        self._aside = None
+        """Restore the gradients that are set aside, or those before they were zeroed."""
+        self._put_back()
+        super().undo()
 
-    def _put(self, gradients: Iterable[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+    def _put_back(self) -> None:
+        if self._aside is not None:
+            _put(self._parameters, self._aside)
+        self._aside = None
 
 
 def order_of_zeroing(
-    zero_grad: Callable[[], None] | None, trainer: L.Trainer, *, micro_batches: int
+    zero_grad: Callable[[], None] | None, trainer: L.Trainer, *, micro_batches: int, keeps: bool
 ) -> ZeroGrad | None:
     """Return the object that zeroes gradients at the right micro-batch.
 
@@ -157,12 +169,17 @@ def order_of_zeroing(
         zero_grad: Lightning's function; None if the batch does not open an accumulation window.
         trainer: Its module and callbacks may have the hook `on_before_zero_grad`.
         micro_batches: The number of micro-batches of the batch.
+        keeps: Whether to copy gradients that users' hooks see, because the step is repeated if memory runs out.
     """
     if zero_grad is None:
         return None
-    if micro_batches > 1 and overrides(trainer, "on_before_zero_grad"):
-        return LateZeroGrad(zero_grad, trainer.lightning_module.parameters())
-    return ZeroGrad(zero_grad)
+    module = trainer.lightning_module
+    sees = overrides(trainer, "on_before_zero_grad")
+    sees_zeroing = sees or _has_own(module, "optimizer_zero_grad", L.LightningModule)
+    kept = module.parameters() if keeps and sees_zeroing else ()
+    return (
+        LateZeroGrad(zero_grad, module.parameters(), kept) if micro_batches > 1 and sees else ZeroGrad(zero_grad, kept)
+    )
 
 
 def overrides(trainer: L.Trainer, hook: str) -> bool:
@@ -175,6 +192,11 @@ def overrides(trainer: L.Trainer, hook: str) -> bool:
 def _has_own(user: Any, hook: str, base: type) -> bool:
     is_in_class = getattr(type(user), hook) is not getattr(base, hook) and not is_ours(type(user))
     return is_in_class or hook in vars(user)  # as LambdaCallback has
+
+
+def _put(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:

@@ -231,9 +231,11 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> ZeroGrad | None:
         """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
-        zeroing = order_of_zeroing(zero_grad, self.trainer, micro_batches=micro_batches)
-        if self._attempt is not None:
-            self._attempt.zeroing = zeroing
+        attempt = self._attempt
+        keeps = attempt is not None and not attempt.zeroing  # once, if an optimizer runs its closure again
+        zeroing = order_of_zeroing(zero_grad, self.trainer, micro_batches=micro_batches, keeps=keeps)
+        if attempt is not None and zeroing is not None:
+            attempt.zeroing.append(zeroing)
         return zeroing
 
     def has_terms(self) -> bool:

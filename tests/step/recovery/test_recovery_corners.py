@@ -93,6 +93,35 @@ def test_memory_that_runs_out_in_a_hook_at_any_place_of_a_window_leaves_no_trace
     assert_recovered_as_undisturbed(Stateful, FailsIn(hook, batch), window=window, clip=0.3)
 
 
+class SeesGradients(MLP):
+    """Adds up the gradients that are about to be zeroed, and zeroes them only in part."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(16, 6))
+        self.halves = 0
+
+    def on_before_zero_grad(self, optimizer):
+        gradient = self.net[0].weight.grad
+        self.total += 0.0 if gradient is None else gradient
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.halves += 1
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": output["loss"] * (1 + self.total.norm() + self.halves)}
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}])
+def test_hooks_of_a_repeated_step_see_the_gradients_of_the_step_before(hook, options):
+    assert_recovered_as_undisturbed(SeesGradients, FailsIn(hook), **options)
+
+
 def test_two_failures_of_one_batch_leave_no_trace():
     assert_recovered_as_undisturbed(Stateful, FailsIn("on_after_backward", times=2))
 
