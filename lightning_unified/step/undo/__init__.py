@@ -20,7 +20,8 @@ Restored are:
 - torchmetrics objects, wherever they are held;
 - generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators, also of `itertools`
   (`iterators`);
-- globals and closure variables that the step's functions name, and the objects in them; attributes of users' classes (`functions`);
+- globals and closure variables that the step's functions name, and the objects in them; attributes of users' classes; closure variables of
+  functions that attributes, hooks and globals hold (`functions`);
 - attributes of parameters and of the Trainer, queues, and the arguments of `functools.partial`;
 - options of parameter groups, attributes of learning rate schedulers, and the batch (`BatchWatch`).
 

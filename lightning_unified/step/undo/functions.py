@@ -8,10 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, NamesCell, cells_of
+from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, MappingCell, NamesCell, Path, cells_of
 from lightning_unified.step.undo.kinds import Kind, is_ours, is_skipped
 
-__all__ = ["class_cells", "hook_functions", "names_attribute", "names_of", "reached_functions"]
+__all__ = [
+    "cells_of_function",
+    "class_cells",
+    "classes_of",
+    "hook_functions",
+    "named_functions",
+    "names_attribute",
+    "names_of",
+    "reached_functions",
+]
 
 
 def hook_functions(owner: Any, hooks: Iterable[str]) -> list[FunctionType]:
@@ -53,7 +62,13 @@ def class_cells(module: nn.Module) -> list[Cell]:
 def _classes_of(module: nn.Module) -> list[type]:
     """Return the users' classes of `module` and its submodules, with their bases."""
     kinds = dict.fromkeys(type(child) for child in module.modules())
-    return list(dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not is_ours(base)))
+    return list(dict.fromkeys(base for kind in kinds for base in classes_of(kind)))
+
+
+@functools.lru_cache(maxsize=4096)
+def classes_of(kind: type) -> tuple[type, ...]:
+    """Return the users' classes among `kind` and its bases."""
+    return tuple(base for base in kind.__mro__ if not is_ours(base))
 
 
 def _methods_by_name(classes: Iterable[type]) -> dict[str, list[FunctionType]]:
@@ -128,21 +143,47 @@ def names_of(functions: Iterable[FunctionType]) -> list[Cell]:
         loaded, stored = _globals_in(function.__code__)
         used = {name for name in loaded if name in scope and not isinstance(scope[name], _FIXED)}
         names.setdefault(id(scope), (scope, set()))[1].update(used | stored)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__" and not _holds_function(cell):
-                cells[id(cell)] = ClosureCell(cell, (None, name, "global"), style="global")
-        for defaults in (function.__defaults__, function.__kwdefaults__):
-            for value in defaults.values() if isinstance(defaults, dict) else defaults or ():
-                if isinstance(value, (list, dict, set)):
-                    kind = {list: Kind.LIST, dict: Kind.MAPPING, set: Kind.SET}.get(type(value), Kind.OBJECT)
-                    path = (None, f"a default of {function.__qualname__}", "global")
-                    cells.update((id(cell), cell) for cell in cells_of(value, kind, path))
+        cells.update((id(cell.target), cell) for cell in _own_cells(function, None, "global"))
     globals_ = [
         NamesCell(scope, (None, "globals", "global"), sorted(used), style="global")
         for scope, used in names.values()
         if used
     ]
     return [*globals_, *cells.values()]
+
+
+def named_functions(functions: Iterable[FunctionType]) -> list[tuple[str, FunctionType]]:
+    """Return the functions that globals named by `functions` hold, each with its name."""
+    named = {}
+    for function in functions:
+        scope = function.__globals__
+        held = ((name, scope.get(name)) for name in _globals_in(function.__code__)[0])
+        named.update((one, name) for name, one in held if isinstance(one, FunctionType))
+    return [(name, one) for one, name in named.items()]
+
+
+def cells_of_function(function: FunctionType, path: Path) -> list[Cell]:
+    """Return the closure variables, mutable defaults and attributes of a user's function.
+
+    Those of functions in its closure are among them. Globals that it names are not: loggers, threads and tests may share them.
+    """
+    cells: list[Cell] = []
+    for one in _with_wrapped([function]):
+        cells += _own_cells(one, path, "attribute")
+        cells.append(MappingCell(vars(one), path, style="attribute"))
+    return cells
+
+
+def _own_cells(function: FunctionType, path: Path | None, style: str) -> Iterator[Cell]:
+    """Yield the closure variables and mutable defaults of one function, found at `path`."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__" and not _holds_function(cell):
+            yield ClosureCell(cell, (path, name, style), style="global")
+    for defaults in (function.__defaults__, function.__kwdefaults__):
+        for value in defaults.values() if isinstance(defaults, dict) else defaults or ():
+            if isinstance(value, (list, dict, set)):
+                kind = {list: Kind.LIST, dict: Kind.MAPPING, set: Kind.SET}.get(type(value), Kind.OBJECT)
+                yield from cells_of(value, kind, (path, f"a default of {function.__qualname__}", style))
 
 
 def _holds_function(cell: CellType) -> bool:

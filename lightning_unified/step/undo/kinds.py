@@ -41,6 +41,8 @@ class Kind(enum.Enum):
     STATE = enum.auto()  # has a state that can be read and set: generators, bytearrays
     ITERATOR = enum.auto()
     PARTIAL = enum.auto()  # of functools: its arguments are visited
+    FUNCTION = enum.auto()  # its closure variables, defaults and attributes are visited
+    METHOD = enum.auto()  # bound to an object, which is visited
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
@@ -77,8 +79,6 @@ _WIDEST = 1000  # entries of a tuple that are searched for iterators
 _NEVER = (
     type,
     types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
     types.BuiltinFunctionType,
     enum.Enum,
     np.generic,
@@ -103,6 +103,8 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
     (deque, Kind.DEQUE),
     (tuple, Kind.TUPLE),
     (functools.partial, Kind.PARTIAL),
+    (types.FunctionType, Kind.FUNCTION),
+    (types.MethodType, Kind.METHOD),
     (_ITERATORS, Kind.ITERATOR),
 )
 

@@ -8,7 +8,13 @@ import lightning as L
 from torch import nn
 
 from lightning_unified.step.undo.cells import Cell, MappingCell
-from lightning_unified.step.undo.functions import class_cells, names_of, reached_functions
+from lightning_unified.step.undo.functions import (
+    cells_of_function,
+    class_cells,
+    named_functions,
+    names_of,
+    reached_functions,
+)
 from lightning_unified.step.undo.kinds import is_ours
 
 __all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]
@@ -56,6 +62,8 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
     """
     functions = reached_functions(module, steps)
     roots = Roots([(module, type(module).__name__)], [*names_of(functions), *class_cells(module)])
+    for name, function in named_functions(functions):
+        roots.cells += cells_of_function(function, (None, name, "global"))
     if trainer is None:
         return roots
     roots.cells.append(MappingCell(vars(trainer), (None, "trainer", "global"), style="attribute", skip=_STOPS))

@@ -10,16 +10,19 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_unified.step.undo.cells import Cell, MappingCell, Path, cells_of
+from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, Path, cells_of
+from lightning_unified.step.undo.functions import cells_of_function, classes_of
 from lightning_unified.step.undo.kinds import Kind, holds_iterators, kind_of
 from lightning_unified.step.undo.scripted import ScriptCell
 
-__all__ = ["Found", "FoundTensor", "Walk"]
+__all__ = ["HOOKS", "Found", "FoundTensor", "Walk"]
 
 _DEEPEST = 12  # levels of nested containers and objects that a walk visits
 _WIDEST = 1000  # a container with more entries: its entries are recorded and not visited
 _MANY = 64  # in a container with more tensors, none is copied: it gathers results, and no step writes these again
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of a module
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 # torch/_dynamo/decorators.py and variables/builder.py note these on tensors that a compiled call gets
 _OF_COMPILER = frozenset(
@@ -132,6 +135,7 @@ class Walk:
         if isinstance(module, RecursiveScriptModule):
             self._script(module, path)
             return self._finish()
+        self._hooks(module, HOOKS, path)
         for name in ("_modules", *_TENSOR_DICTS):
             entries = vars(module).get(name)
             if entries:
@@ -141,6 +145,13 @@ class Walk:
                 else:
                     self._tensors(cell, is_norm=isinstance(module, _NormBase), is_buffer=name == "_buffers")
         return self._finish()
+
+    def _hooks(self, owner: nn.Module | Tensor, names: Iterable[str], path: Path) -> None:
+        """Visit the hooks of a module or tensor: closures, callable objects and bound methods may keep state."""
+        for name in names:
+            for number, hook in enumerate((getattr(owner, name, None) or {}).values()):
+                own = ((path, name, "attribute"), number, "item")
+                self._take(None, number, hook, kind_of(type(hook)), own, 0)
 
     def _script(self, module: RecursiveScriptModule, path: Path) -> None:
         """Visit a TorchScript module, which holds its contents outside of Python."""
@@ -158,6 +169,7 @@ class Walk:
             if type(tensor) in (Tensor, nn.Parameter):
                 path = (cell.path, name, "attribute")
                 self._add(MappingCell(vars(tensor), path, style="attribute", skip=_OF_COMPILER), 0, is_metric=False)
+                self._hooks(tensor, _HOOKS_OF_TENSORS, path)
         if all(id(tensor) in self._trained for tensor in noted.values()):
             return  # true of most dicts of parameters; comparing them before every step would take a third of the time
         self.found.cells.append((cell, noted))
@@ -224,6 +236,11 @@ class Walk:
         elif kind is Kind.PARTIAL:
             for name_, part in (("args", value.args), ("keywords", value.keywords), ("func", value.func)):
                 self._take(None, name_, part, kind_of(type(part)), (path, name_, "attribute"), depth + 1)
+        elif kind is Kind.METHOD:
+            for name_, part in (("__self__", value.__self__), ("__func__", value.__func__)):
+                self._take(None, name_, part, kind_of(type(part)), (path, name_, "attribute"), depth + 1)
+        elif kind is Kind.FUNCTION:
+            self._cells_at(cells_of_function(value, path), depth + 1)
         elif kind is Kind.MODULE:
             found.modules.append((value, path))
         elif kind is Kind.STATE:
@@ -231,9 +248,19 @@ class Walk:
         elif kind is Kind.ARRAY:
             found.arrays.append((value, path, (id(value) if cell is None else id(cell.target), name)))
         else:
-            for one in cells_of(value, kind, path):
-                if one.target is value or not self._is_seen(one.target):
-                    self._queue.append((one, depth + 1, False))
+            self._cells_at(cells_of(value, kind, path), depth + 1, seen=value)
+            if not self._is_seen(type(value)):
+                self._cells_at(
+                    (ClassCell(one, (None, one.__name__, "global")) for one in classes_of(type(value))),
+                    depth + 1,
+                    seen=type(value),
+                )
+
+    def _cells_at(self, cells: Iterable[Cell], depth: int, *, seen: Any = None) -> None:
+        """Visit cells later; `seen` is known already."""
+        for one in cells:
+            if one.target is seen or not self._is_seen(one.target):
+                self._queue.append((one, depth, False))
 
     def _is_new(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is to be recorded and was not met before."""

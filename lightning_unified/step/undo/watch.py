@@ -17,7 +17,7 @@ from lightning_unified.step.undo.scripted import ScriptCell
 from lightning_unified.step.undo.states import set_state, state_of
 from lightning_unified.step.undo.still import StillCells, holds
 from lightning_unified.step.undo.tensors import NotedTensors, TensorKeeper
-from lightning_unified.step.undo.walk import Found, FoundTensor, Walk
+from lightning_unified.step.undo.walk import HOOKS, Found, FoundTensor, Walk
 
 __all__ = ["BatchWatch", "Noted", "StateWatch"]
 
@@ -116,7 +116,7 @@ class StateWatch:
         self._trained, self._modules = roots.trained, {}
         self._metrics = {}
         walk = Walk(trained=self._trained, defers=self._is_copied_always).cells(roots.cells)
-        met = [*((module, (None, name, "global")) for module, name in roots.modules), *walk.found.modules]
+        met = [*walk.found.modules, *((module, (None, name, "global")) for module, name in roots.modules)]
         while met:
             module, path = met.pop()
             walk.found.modules.clear()
@@ -132,7 +132,10 @@ class StateWatch:
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
         owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)
         empty = [entries for entries in owned if isinstance(entries, dict) and not entries]
-        self._still = StillCells(self._found.cells, empty=empty, counted=roots.parameters)
+        hooks = [vars(module)[name] for module in self._modules.values() for name in HOOKS if name in vars(module)]
+        empty += [one for one in hooks if not one]
+        counted = [*roots.parameters, *filter(None, hooks)]
+        self._still = StillCells(self._found.cells, empty=empty, counted=counted)
         return self._still
 
     def _is_copied_always(self, cell: Cell, entries: Sequence[tuple[Any, Any, Kind]]) -> bool:

@@ -16,7 +16,7 @@ from lightning_unified.errors import RunError, UndoError
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
 from tests.support.lanes import crossed
-from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Holds, Plain, forget_globals
+from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Holds, Plain, Scaling, forget_globals
 
 ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))
@@ -317,3 +317,14 @@ def test_what_torchs_compiler_notes_on_parameters_is_no_state_of_the_module():
 
     assert weight.seen == trainer.global_step
     assert weight._dynamo_dynamic_range > trainer.global_step
+
+
+def test_a_hook_that_is_registered_between_steps_is_found():
+    class Registers(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 2:
+                module.net[1].register_forward_hook(Scaling())
+
+    results = [train(Plain, callbacks=[Registers()], at=at, batch_size=1)[0] for at in ((), (4,))]
+
+    assert torch.equal(*map(tensors, results))

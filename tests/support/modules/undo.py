@@ -264,6 +264,90 @@ def closes_over():
     return ClosesOver()
 
 
+def counter():
+    """Return a function that counts its calls in a closure variable."""
+    count = 0
+
+    def advance(*_):
+        nonlocal count
+        count += 1
+        return count
+
+    return advance
+
+
+NAMED = counter()
+
+
+class CallsFunctions(Plain):
+    """Calls functions with closure variables: a global, and one of a plain object in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [SimpleNamespace(advance=counter())]
+
+    def draw(self):
+        return 1 / (NAMED() + self.held[0].advance())
+
+
+class CallsOwnForward(Plain):
+    """Has a `forward` in place of a submodule's, and a function that counts in an attribute of itself."""
+
+    def __init__(self):
+        super().__init__()
+        forward, advance = self.net[0].forward, counter()
+        self.net[0].forward = lambda x: forward(x) * (1 + 1 / advance())
+
+        def counts():
+            counts.calls = getattr(counts, "calls", 0) + 1
+            return counts.calls
+
+        self.counts = counts
+
+    def draw(self):
+        return 1 / self.counts()
+
+
+class CountsInClass:
+    """Counts in an attribute of its class."""
+
+    count = 0
+
+    def advance(self, *_):
+        type(self).count += 1
+        return type(self).count
+
+
+class Hooked(Plain):
+    """Counts in forward hooks: in a closure, a callable object, a bound method and a partial."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_forward_pre_hook(scaling(counter()))
+        self.net[0].register_forward_hook(Scaling())
+        self.net[1].register_forward_hook(Scaling().scaled)
+        self.net[2].register_forward_hook(functools.partial(Scaling.scaled, Scaling()))
+
+
+def scaling(advance):
+    """Return a hook that scales its layer's input."""
+    return lambda _layer, inputs: (inputs[0] * (1 + 1 / advance()),)
+
+
+class Scaling:
+    """A hook that scales its layer's output, less each time."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, layer, inputs, output):
+        return self.scaled(layer, inputs, output)
+
+    def scaled(self, _layer, _inputs, output):
+        self.count += 1
+        return output * (1 + 1 / self.count)
+
+
 @dataclass
 class Record:
     """A user's own object, with another one inside."""
@@ -310,6 +394,10 @@ class Slotted:
 
     def __init__(self):
         self.count = 0
+
+    def advance(self):
+        self.count += 1
+        return self.count
 
 
 def _moves_record(record):
@@ -367,6 +455,8 @@ HELD = {
     "list iterator": (lambda: iter(list(range(99))), next),
     "own object": (lambda: Record(inner=SimpleNamespace(count=0)), _moves_record),
     "object with slots": (Slotted, _moves_slots),
+    "bound method": (lambda: Slotted().advance, lambda kept: kept()),
+    "attribute of a plain object's class": (CountsInClass, CountsInClass.advance),
     "TorchScript module": (
         lambda: torch.jit.script(Scripted()),
         lambda kept: kept(torch.ones(2, 2)),
@@ -394,6 +484,9 @@ KINDS = {
     "attributes of the Trainer": WritesTrainer,
     "attributes of parameters": MarksParameters,
     "closure variables": closes_over,
+    "closures of functions": CallsFunctions,
+    "own forward": CallsOwnForward,
+    "hooks of modules": Hooked,
 }
 
 
@@ -402,6 +495,7 @@ def forget_globals():
     globals().update(GLOBAL_COUNT=0)
     REACHED.update(method=0, submodule=0)
     WritesClasses.steps, Registry.count, Registry.seen = 0, 0, []
+    NAMED.__closure__[0].cell_contents, CountsInClass.count = 0, 0
     if "late" in vars(Registry):
         del Registry.late
     GLOBAL_LIST.clear()
