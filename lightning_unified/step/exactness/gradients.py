@@ -235,7 +235,7 @@ def disagreement(
 
 
 def unequal_existence(whole: GradientSample, micro_batches: Sequence[GradientSample]) -> int | None:
-    """Return the index of a parameter that only the whole rows or only a micro-batch gives a gradient; None without one.
+    """Return the index of a parameter that has a gradient only whole or only split, or None.
 
     An optimizer with momentum or weight decay writes a parameter whose gradient is zero, and leaves one without a gradient alone.
     """

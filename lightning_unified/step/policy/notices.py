@@ -79,7 +79,7 @@ class Notices:
         self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
 
     def say_rewritten(self, names: Iterable[str]) -> None:
-        """Warn once of each trained parameter that a failed step had written before the optimizer did."""
+        """Warn once of each trained parameter that a failed step wrote before the optimizer."""
         for name in names:
             self.say(
                 f"a step that ran out of memory had written {name}, a trained parameter, before the optimizer step. The repeated step writes it "

@@ -23,9 +23,11 @@ Restored are:
 - globals and closure variables that the step's functions name, and the objects in them; attributes of users' classes; closure variables of
   functions that attributes, hooks and globals hold (`functions`);
 - attributes of parameters and of the Trainer, queues, and the arguments of `functools.partial`;
-- options of parameter groups, attributes of learning rate schedulers, and the batch (`BatchWatch`).
+- options of parameter groups, attributes of learning rate schedulers, and the batch (`BatchWatch`);
+- attributes of data modules, loaders, datasets, samplers and optimizers that the step names, and the state of optimizers if it names
+  `optimizers` and `state` (`optimizers`).
 
-Trained parameters, their gradients and the optimizer's state are recorded elsewhere (`step.recovery`), because they are as large as the
+Trained parameters, their gradients and otherwise the optimizer's state are recorded elsewhere (`step.recovery`), because they are as large as the
 model. Only the rows that an embedding with `max_norm` scales are kept here (`renormed`).
 
 Not restored are:

@@ -7,6 +7,7 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, MappingCell, NamesCell, Path, cells_of
 from lightning_unified.step.undo.kinds import Kind, is_ours, is_skipped
@@ -18,8 +19,10 @@ __all__ = [
     "hook_functions",
     "named_functions",
     "names_attribute",
+    "names_in",
     "names_of",
     "reached_functions",
+    "reached_names",
 ]
 
 
@@ -52,6 +55,26 @@ def reached_functions(module: nn.Module, hooks: Iterable[str]) -> list[FunctionT
 def names_attribute(module: nn.Module, hooks: Iterable[str], attribute: str) -> bool:
     """Return whether a method that a step of `module` may call names an attribute."""
     return any(attribute in _names_in(function.__code__) for function in reached_functions(module, hooks))
+
+
+def names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
+    """Return all names in `functions`: globals and attributes."""
+    return frozenset[str]().union(*(_names_in(one.__code__) for one in functions))
+
+
+@functools.lru_cache(maxsize=256)
+def reached_names(kind: type, named: frozenset[str]) -> tuple[str, ...]:
+    """Return the attributes of objects of class `kind` that a step may reach.
+
+    These are the names in the step. Names in methods of the class follow if a name found so far is theirs.
+    """
+    methods = _methods_by_name(classes_of(kind))
+    found, queue = set(named), list(named)
+    while queue:
+        new = names_in(methods.get(queue.pop(), ())) - found
+        found |= new
+        queue += new
+    return tuple(sorted(found - _OF_OPTIMIZERS if issubclass(kind, Optimizer) else found))
 
 
 def class_cells(module: nn.Module) -> list[Cell]:
@@ -202,4 +225,5 @@ def _globals_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return loaded.union(*(one for one, _ in inner)), stored.union(*(one for _, one in inner))
 
 
+_OF_OPTIMIZERS = {"state", "param_groups"}  # `undo.optimizers` records these
 _LOADS, _STORES = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL")

@@ -43,6 +43,7 @@ class Kind(enum.Enum):
     PARTIAL = enum.auto()  # of functools: its arguments are visited
     FUNCTION = enum.auto()  # its closure variables, defaults and attributes are visited
     METHOD = enum.auto()  # bound to an object, which is visited
+    NAMED = enum.auto()  # recorded by those of its attributes that the step names: data and optimizers
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
@@ -88,8 +89,10 @@ _ENGINES = frozenset(
 )
 # In the standard library only these modules hold state that a step changes and that attributes can restore.
 _OPAQUE = (_ENGINES | frozenset(sys.stdlib_module_names)) - {"collections", "types", "queue", "__main__"}
-# Base classes of users' objects that a step does not change: data, loggers, and the Trainer's own parts.
-_NOT_OF_STEPS = (Trainer, Strategy, Logger, LightningDataModule, Optimizer, DataLoader, Dataset, Sampler)
+# Base classes of users' objects that a step does not change: loggers, and the Trainer's own parts.
+_NOT_OF_STEPS = (Trainer, Strategy, Logger)
+# Base classes of large objects that others change: iteration, worker processes and optimizer steps.
+_NAMED = (LightningDataModule, Optimizer, DataLoader, Dataset, Sampler)
 _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
     (_NEVER, Kind.INERT),
     ((random.SystemRandom, np.memmap), Kind.INERT),
@@ -106,6 +109,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
     (types.FunctionType, Kind.FUNCTION),
     (types.MethodType, Kind.METHOD),
     (_ITERATORS, Kind.ITERATOR),
+    (_NAMED, Kind.NAMED),
 )
 
 

@@ -7,15 +7,17 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_unified.step.undo.cells import Cell, MappingCell
+from lightning_unified.step.undo.cells import Cell, MappingCell, NamesCell, cells_of
 from lightning_unified.step.undo.functions import (
     cells_of_function,
     class_cells,
     named_functions,
+    names_in,
     names_of,
     reached_functions,
 )
-from lightning_unified.step.undo.kinds import is_ours
+from lightning_unified.step.undo.kinds import Kind, is_ours
+from lightning_unified.step.undo.optimizers import cells_of_optimizer
 
 __all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]
 
@@ -32,6 +34,7 @@ TRAINING_STEP = (
 )
 EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
 
+_LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
 _STOPS = frozenset({"should_stop"})  # a signal's handler sets it at any time, also during a step
 
 
@@ -44,12 +47,14 @@ class Roots:
         cells: Attributes, closure variables, globals and class attributes that hold other values.
         trained: Ids of trained parameters, which `step.recovery` records.
         parameters: The lists that hold these parameters.
+        named: The names in methods that a step may call; of data and optimizers, only attributes with these names are visited.
     """
 
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     parameters: list[list[Any]] = field(default_factory=list)
+    named: frozenset[str] = frozenset()
 
 
 def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterable[str]) -> Roots:
@@ -62,20 +67,22 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
     """
     functions = reached_functions(module, steps)
     roots = Roots([(module, type(module).__name__)], [*names_of(functions), *class_cells(module)])
+    roots.named = names_in(functions)
     for name, function in named_functions(functions):
         roots.cells += cells_of_function(function, (None, name, "global"))
     if trainer is None:
         return roots
     roots.cells.append(MappingCell(vars(trainer), (None, "trainer", "global"), style="attribute", skip=_STOPS))
+    if not roots.named.isdisjoint(_LOADERS):
+        roots.cells += _cells_of_loaders(trainer)
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
         if not is_ours(type(callback)):
             path = (None, type(callback).__name__, "global")
             roots.cells.append(MappingCell(vars(callback), path, style="attribute"))
     for index, optimizer in enumerate(trainer.strategy.optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            path = (None, f"optimizers[{index}].param_groups[{number}]", "global")
-            roots.cells.append(MappingCell(group, path, skip=frozenset({"params"})))
+        roots.cells += cells_of_optimizer(optimizer, index, roots.named)
+        for group in optimizer.param_groups:
             roots.trained.update(id(one) for one in group["params"] if one.requires_grad)
             roots.parameters.append(group["params"])
     # a step computes with these, and the optimizer writes its shards of them
@@ -86,3 +93,15 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
     if not trainer.strategy.optimizers:
         roots.trained.update(id(one) for one in module.parameters() if one.requires_grad)
     return roots
+
+
+def _cells_of_loaders(trainer: L.Trainer) -> list[Cell]:
+    """Return the places where the Trainer's loops hold their loaders."""
+    fit = trainer.fit_loop
+    cells: list[Cell] = []
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        path = (None, type(loop).__name__, "global")
+        cells.append(NamesCell(vars(loop), path, ("_combined_loader",), style="attribute"))
+        if loop._combined_loader is not None:
+            cells += cells_of(loop._combined_loader.flattened, Kind.LIST, (path, "dataloaders", "attribute"))
+    return cells

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, Path, cells_of
-from lightning_unified.step.undo.functions import cells_of_function, classes_of
+from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, NamesCell, Path, cells_of
+from lightning_unified.step.undo.functions import cells_of_function, classes_of, reached_names
 from lightning_unified.step.undo.kinds import Kind, holds_iterators, kind_of
 from lightning_unified.step.undo.scripted import ScriptCell
 
@@ -98,6 +98,7 @@ class Walk:
     Args:
         trained: Ids of the trained parameters, which others record.
         known: Ids of objects to skip, because another walk found them.
+        named: The names in the step; of data and optimizers, only attributes with these names are visited.
         defers: Returns whether to leave a cell for another walk, given the cell and its entries that can change; None leaves none.
     """
 
@@ -106,10 +107,11 @@ class Walk:
         *,
         trained: Collection[int] = (),
         known: Collection[int] = (),
+        named: frozenset[str] = frozenset(),
         defers: Callable[[Cell, "list[_Entry]"], bool] | None = None,
     ) -> None:
         self.found = Found()
-        self._trained, self._known, self._defers = trained, known, defers
+        self._trained, self._known, self._named, self._defers = trained, known, named, defers
         self.seen: set[int] = set()
         self._queue: list[tuple[Cell, int, bool]] = []
 
@@ -147,7 +149,7 @@ class Walk:
         return self._finish()
 
     def _hooks(self, owner: nn.Module | Tensor, names: Iterable[str], path: Path) -> None:
-        """Visit the hooks of a module or tensor: closures, callable objects and bound methods may keep state."""
+        """Visit the hooks of a module or tensor, which may keep state."""
         for name in names:
             for number, hook in enumerate((getattr(owner, name, None) or {}).values()):
                 own = ((path, name, "attribute"), number, "item")
@@ -241,6 +243,9 @@ class Walk:
                 self._take(None, name_, part, kind_of(type(part)), (path, name_, "attribute"), depth + 1)
         elif kind is Kind.FUNCTION:
             self._cells_at(cells_of_function(value, path), depth + 1)
+        elif kind is Kind.NAMED:
+            names = reached_names(type(value), self._named) if self._named and hasattr(value, "__dict__") else ()
+            self._cells_at([NamesCell(vars(value), path, names, style="attribute")] if names else (), depth + 1)
         elif kind is Kind.MODULE:
             found.modules.append((value, path))
         elif kind is Kind.STATE:

@@ -12,6 +12,7 @@ from lightning_unified.errors import UndoError
 from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
 from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
 from lightning_unified.step.undo.kinds import Kind, holds_iterators
+from lightning_unified.step.undo.optimizers import OptimizerStateCell
 from lightning_unified.step.undo.roots import Roots
 from lightning_unified.step.undo.scripted import ScriptCell
 from lightning_unified.step.undo.states import set_state, state_of
@@ -21,7 +22,13 @@ from lightning_unified.step.undo.walk import HOOKS, Found, FoundTensor, Walk
 
 __all__ = ["BatchWatch", "Noted", "StateWatch"]
 
-_ALWAYS = (ClosureCell, SlotsCell, LongCell, ScriptCell)  # few cells, so they are copied before every step
+_ALWAYS = (
+    ClosureCell,
+    SlotsCell,
+    LongCell,
+    ScriptCell,
+    OptimizerStateCell,
+)  # few cells, so they are copied before every step
 _SMALL_ARRAY = 1 << 16  # bytes
 
 
@@ -46,6 +53,7 @@ class StateWatch:
         self._modules: dict[int, nn.Module] = {}
         self._known: set[int] = set()
         self._trained: set[int] = set()
+        self._named: frozenset[str] = frozenset()
         self._metrics: dict[str, Metric] = {}
 
     @property
@@ -105,7 +113,8 @@ class StateWatch:
         return self._scan()
 
     def _of_changing(self) -> Found:
-        return Walk(trained=self._trained, known=self._known).cells(self._found.deferred).found
+        walk = Walk(trained=self._trained, known=self._known, named=self._named)
+        return walk.cells(self._found.deferred).found
 
     def _scan(self) -> StillCells:
         """Walk through everything, and find the cells that are copied before every step.
@@ -113,9 +122,9 @@ class StateWatch:
         All other cells are copied once.
         """
         roots = self._roots()
-        self._trained, self._modules = roots.trained, {}
+        self._trained, self._named, self._modules = roots.trained, roots.named, {}
         self._metrics = {}
-        walk = Walk(trained=self._trained, defers=self._is_copied_always).cells(roots.cells)
+        walk = Walk(trained=self._trained, named=self._named, defers=self._is_copied_always).cells(roots.cells)
         met = [*walk.found.modules, *((module, (None, name, "global")) for module, name in roots.modules)]
         while met:
             module, path = met.pop()
@@ -127,7 +136,8 @@ class StateWatch:
                 walk.module(module, path)
             met += walk.found.modules
             if not met:  # modules that are reachable only from cells copied before every step
-                others = Walk(trained=self._trained, known=walk.seen).cells(walk.found.deferred).found.modules
+                others = Walk(trained=self._trained, known=walk.seen, named=self._named)
+                others = others.cells(walk.found.deferred).found.modules
                 met += [one for one in others if id(one[0]) not in self._modules]
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
         owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)

@@ -29,7 +29,7 @@ def _clean():
     forget_globals()
 
 
-def train(make, *, at=(), batch_size=2, callbacks=(), validation=None, **options):
+def train(make, *, at=(), batch_size=2, callbacks=(), validation=None, data=None, **options):
     """Train six batches; memory runs out in the backward passes numbered `at`."""
     FAULTS.update(at=set(at), calls=0)
     forget_globals()
@@ -46,7 +46,7 @@ def train(make, *, at=(), batch_size=2, callbacks=(), validation=None, **options
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(TensorDataset(ROWS, LABELS), batch_size=batch_size), validation)
+    trainer.fit(module, DataLoader(data or TensorDataset(ROWS, LABELS), batch_size=batch_size), validation)
     return module, trainer
 
 
@@ -328,3 +328,39 @@ def test_a_hook_that_is_registered_between_steps_is_found():
     results = [train(Plain, callbacks=[Registers()], at=at, batch_size=1)[0] for at in ((), (4,))]
 
     assert torch.equal(*map(tensors, results))
+
+
+class Counting(TensorDataset):
+    """Counts the rows that a loader takes."""
+
+    served = 0
+
+    def __getitem__(self, index):
+        self.served += 1
+        return super().__getitem__(index)
+
+
+def test_what_iteration_changes_in_a_dataset_is_not_undone():
+    class Serves(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            dataset = trainer.train_dataloader.dataset
+            dataset.level = before = 5
+            with Undone(trainer):
+                module.training_step(copy.deepcopy(batch), batch_idx)
+                _ = dataset[0]
+            assert (dataset.level, dataset.served) == (before, len(batch[0]) * (batch_idx + 1) + batch_idx + 1)
+
+    class Levels(Plain):
+        def draw(self):
+            self.trainer.train_dataloader.dataset.level += 1
+            return 1.0
+
+    train(Levels, callbacks=[Serves()], data=Counting(ROWS, LABELS))
+
+
+@pytest.mark.parametrize("name", ["closures of functions", "own forward", "hooks of modules", "data", "optimizer"])
+def test_a_split_batch_counts_once(name):
+    whole, _ = train(KINDS[name], batch_size=4)
+    split, _ = train(KINDS[name], batch_size=4, micro_batch_size=3)
+
+    torch.testing.assert_close(tensors(split), tensors(whole), rtol=1e-5, atol=1e-6)

@@ -291,7 +291,7 @@ class CallsFunctions(Plain):
 
 
 class CallsOwnForward(Plain):
-    """Has a `forward` in place of a submodule's, and a function that counts in an attribute of itself."""
+    """Replaces a submodule's `forward`, and counts in an attribute of a function."""
 
     def __init__(self):
         super().__init__()
@@ -327,6 +327,67 @@ class Hooked(Plain):
         self.net[0].register_forward_hook(Scaling())
         self.net[1].register_forward_hook(Scaling().scaled)
         self.net[2].register_forward_hook(functools.partial(Scaling.scaled, Scaling()))
+
+
+class Curriculum(L.LightningDataModule):
+    """Counts in methods that a step calls, in an attribute and in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.level, self.seen = 0, {"steps": 0}
+
+    def advance(self):
+        self.level += 1
+        return self.level + self.remembered()
+
+    def remembered(self):
+        self.seen["steps"] += 1
+        return self.seen["steps"]
+
+
+class CountsInData(Plain):
+    """Counts in two data modules, and in the dataset and sampler of the training loader."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Curriculum()
+
+    def on_train_start(self):
+        self.trainer.datamodule = Curriculum()
+
+    def draw(self):
+        loader = self.trainer.train_dataloader
+        for data in (loader.dataset, loader.sampler):
+            data.count = getattr(data, "count", 0) + 1
+        return 1 / (
+            self.own.advance() + self.trainer.datamodule.advance() + loader.dataset.count + loader.sampler.count
+        )
+
+
+class WritesOptimizer(Plain):
+    """Counts in an optimizer and its state, halves momentum, and lowers the learning rate."""
+
+    def draw(self):
+        optimizer = self.trainer.optimizers[0]
+        optimizer.count = getattr(optimizer, "count", 0) + 1
+        optimizer.param_groups[0]["lr"] *= 0.9
+        for state in optimizer.state.values():
+            state["momentum_buffer"].mul_(0.5)
+        own = optimizer.state[self.net[0].weight]
+        own["count"] = own.get("count", 0) + 1
+        return 1 / (optimizer.count + own["count"])
+
+    def configure_optimizers(self):
+        return HalvedMomentum(self.net.parameters(), 0.1, momentum=0.9)
+
+
+class HalvedMomentum(torch.optim.SGD):
+    """Has a momentum from the beginning."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
 
 
 def scaling(advance):
@@ -487,6 +548,8 @@ KINDS = {
     "closures of functions": CallsFunctions,
     "own forward": CallsOwnForward,
     "hooks of modules": Hooked,
+    "data": CountsInData,
+    "optimizer": WritesOptimizer,
 }
 
 

@@ -45,7 +45,7 @@ def refusal_of_gradients(
 
 
 def refusal_of_existence(whose: str, rows: int, parameter: str, *, is_of_whole: bool) -> str:
-    """Return the error message for a parameter that gets a gradient of zeros only whole, or only split.
+    """Return the error message for a parameter with a gradient only whole, or only split.
 
     Args:
         whose: The name of the module's class.
@@ -114,7 +114,7 @@ def refusal_of_switches(whose: str, parameter: str) -> SplitError:
 
 
 def refusal_of_renormed(whose: str, parameter: str) -> SplitError:
-    """Return the error for an embedding with `max_norm` whose weight is also used by another operation."""
+    """Return the error for an embedding with `max_norm` whose weight has another use."""
     return SplitError(
         f"{whose} uses {parameter} in an embedding with max_norm and elsewhere, as tied weights are. The embedding scales rows of it in place, in "
         "each forward pass, and a split batch would use it elsewhere before all rows are scaled. Scale it in on_train_batch_start "

@@ -89,7 +89,12 @@ class NotedShards:
 
 
 def used_otherwise(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor | None:
-    """Return a parameter that another operation than an embedding uses in autograd's graph of a loss; None without one."""
+    """Return a parameter that another operation than an embedding uses; None without one.
+
+    Args:
+        loss: The loss, whose graph holds the operations.
+        parameters: The parameters to look for.
+    """
     sought = {id(one): one for one in parameters}
     waiting = [loss.grad_fn] if sought else []
     seen = set(waiting)
