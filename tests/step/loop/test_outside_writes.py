@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
+from tests.support.lasting import Lasting
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, run
@@ -60,12 +61,12 @@ class StopsByRows(Stops):
 class Signalled(L.Callback):
     """Stops in the middle of a step, as the handler of a signal may."""
 
-    def on_train_start(self, trainer, pl_module):
-        calls = []
+    calls = Lasting()
 
+    def on_train_start(self, trainer, pl_module):
         def handle(*_):
-            calls.append(trainer.global_step)
-            if calls.count(2) == 2:
+            self.calls += trainer.global_step == 2
+            if trainer.global_step == 2 and self.calls == 2:
                 trainer.should_stop = True
 
         pl_module.net[0].register_forward_pre_hook(handle)
