@@ -12,7 +12,7 @@ __all__ = ["AskedChunk", "LossChunk", "check_chunk", "chunk_choices", "chunk_of"
 AskedChunk = int | Literal["auto", False]
 
 _ATTRIBUTE = "loss_chunk_rows"
-_CHOICES = (4096, 1024, 128)
+_CHOICES = (4096, 2048, 1024, 128)
 
 
 class LossChunk:

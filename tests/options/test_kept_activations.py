@@ -14,6 +14,7 @@ from torch.nn import functional
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, Compilation, recompute_policies
+from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.search.combinations import combinations_to_compare
 
 WIDTH = 16
@@ -30,14 +31,14 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, dropout):
         super().__init__()
         self.inputs, self.outputs = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.3)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
         query, key, value = self.inputs(x).unflatten(-1, (3, 1, WIDTH)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.3, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout.p, is_causal=True)
         return x + self.dropout(self.outputs(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -107,12 +108,48 @@ def test_dropout_that_runs_again_drops_the_same_entries(compiled):
     torch.testing.assert_close((gradient * x).sum(), total)  # Euler: the network is homogeneous for fixed entries
 
 
+class AttentionNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(0.0) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def attention_in_step(module, x):
+    """Return how often a step runs attention forward, for each block."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module(x).square().mean().backward()
+    names = [event.name for event in profile.events()]
+    return sum(name == "aten::_scaled_dot_product_flash_attention_for_cpu" for name in names) / len(module.blocks)
+
+
+@pytest.mark.parametrize(("share", "times"), [(0.1, 1), (0.0, 2)])
+def test_attention_runs_again_only_where_nothing_is_kept(compiled, share, times):
+    module = AttentionNet()
+    compiled.begin(module)
+    blocks = CheckpointedBlocks(module, kept(share))
+    for rows in (4, 6):  # graphs of a variable number of rows
+        attention_in_step(module, torch.randn(rows, 32, WIDTH))
+    counted = attention_in_step(module, torch.randn(5, 32, WIDTH))
+    blocks.undo()
+    trace = DryRun(StepSpec(module=module, batch=torch.randn(5, 32, WIDTH)), recompute=kept(share)).run(5)
+    planned = [event for event in trace.events if "attention" in getattr(event, "op", "")]
+
+    assert counted == times
+    assert len([one for one in planned if "backward" not in one.op]) == times * len(module.blocks)
+
+
 @pytest.mark.gpu
 def test_attention_that_runs_again_drops_the_same_probabilities(compiled):
     class Attends(Net):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Attention() for _ in range(2))
+            self.blocks = nn.ModuleList(Attention(0.3) for _ in range(2))
 
     module, x = Attends().cuda(), torch.randn(4, 32, WIDTH, device="cuda")
     compiled.begin(module)
@@ -214,8 +251,8 @@ def test_a_search_compares_all_shares(compiled):
     module = Net()
     compiled.begin(module)
     policies = recompute_policies(module)
-    found = combinations_to_compare("32-true", policies=policies, chunks=(None, 4096, 1024, 128))
+    found = combinations_to_compare("32-true", policies=policies, chunks=(None, 4096, 2048, 1024, 128))
 
-    for chunk in (None, 4096, 1024):
+    for chunk in (None, 4096, 2048, 1024):
         assert {one.recompute.kept for one in found if one.loss_chunk == chunk} == {one.kept for one in policies}
     assert [one.again for one in found if one.always][:2] == [0.0, pytest.approx(0.7)]

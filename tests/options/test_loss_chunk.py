@@ -148,7 +148,7 @@ def test_a_plan_takes_the_users_chunk_and_false_forbids_any():
 
 def test_chunks_are_offered_for_heads_and_a_chunk_that_is_set_is_kept():
     module = wide()
-    assert offers_chunk(module) and chunk_choices(module) == (None, 4096, 1024, 128)
+    assert offers_chunk(module) and chunk_choices(module) == (None, 4096, 2048, 1024, 128)
     assert chunk_choices(module, 7) == (7,) and chunk_choices(module, False) == (None,)
     chunk = LossChunk(module, 1024)
     assert chunk_of(module) == 1024 and chunk_choices(module) == (1024,)

@@ -9,9 +9,9 @@
 from lightning_unified.nn.compiled.kept import (
     Compiler,
     KeepsShare,
-    keep_changing_values,
     keeping_share,
     keeps_share,
+    mark_kept_values,
 )
 from lightning_unified.nn.compiled.parts import (
     COMPILED_CALL,
@@ -33,9 +33,9 @@ __all__ = [
     "compiled_inside",
     "compiled_parts",
     "is_compiled",
-    "keep_changing_values",
     "keeping_share",
     "keeps_share",
+    "mark_kept_values",
     "mark_rows",
     "parts_with_graphs",
 ]

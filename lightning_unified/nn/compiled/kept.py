@@ -2,7 +2,7 @@
 
 Torch's partitioner chooses the activations that a graph keeps; the backward pass computes the others again. Two kinds of values would then be
 others: random numbers, if only a share of the activations is kept, and inputs that the forward pass writes, such as buffers
-(pytorch/pytorch pull request 197039). `keep_changing_values` makes the graph keep both.
+(pytorch/pytorch pull request 197039). `mark_kept_values` makes the graph keep both, and the results of attention.
 
 A share is a value of `torch._functorch.config.activation_memory_budget`: the operations that run again are those with the fewest
 floating-point operations for the bytes they free.
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_unified.nn.compiled.parts import COMPILED_CALL
 
-__all__ = ["Compiler", "KeepsShare", "keep_changing_values", "keeping_share", "keeps_share"]
+__all__ = ["Compiler", "KeepsShare", "keeping_share", "keeps_share", "mark_kept_values"]
 
 _LEAST = 1e-3  # a share of 0 would keep the inputs alone, without the seeds of random numbers
 _BUILT_IN = frozenset({"aten", "prims", "prim"})
@@ -53,14 +53,22 @@ def keeping_share(share: float | None) -> AbstractContextManager[Any]:
     return config.patch(activation_memory_budget=max(share, _LEAST))
 
 
-def keep_changing_values(graph: fx.Graph) -> None:
-    """Let the partitioner of a joint graph keep values that a second run would not find.
+def mark_kept_values(graph: fx.Graph) -> None:
+    """Let a joint graph keep values that a second run would not find, and results of attention.
 
-    These are the results of operations that draw random numbers, or may draw them (operations of other libraries), and the inputs that the
-    graph writes.
+    The former are the results of operations that draw random numbers, or may draw them (operations of other libraries), and the inputs that the
+    graph writes. Attention is the operation that takes the most time for the bytes of its results. Left alone, the partitioner
+    takes cuDNN's attention to cost nothing and runs it again, and it runs no attention again that it knows in a graph with a variable number of rows.
+    So every share above 0 keeps the results of attention, and a share of 0 those of the attention that it knows.
     """
+    from torch._functorch import config
+
+    share = config.activation_memory_budget
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and _may_draw(node):
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        is_kept = share < 1 and _is_attention(node.target) and (share > _LEAST or _is_known(node.target))
+        if is_kept or _may_draw(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
     places = [node for node in graph.nodes if node.op == "placeholder"]
@@ -83,6 +91,19 @@ def _read_before_it_is_written(graph: fx.Graph, place: fx.Node) -> None:
     place.replace_all_uses_with(copy, delete_user_cb=reads)
 
 
+def _is_attention(operator: Any) -> bool:
+    """Return whether an operator computes attention in a forward pass."""
+    name = operator._schema.name
+    return name.startswith("aten::") and "attention" in name and "backward" not in name
+
+
+def _is_known(operator: Any) -> bool:
+    """Return whether torch's partitioner counts an operator among those that take long."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return operator.overloadpacket in get_default_op_list().compute_intensive_ops
+
+
 def _may_draw(node: fx.Node) -> bool:
     operator: Any = node.target
     if operator.namespace not in _BUILT_IN:
@@ -99,7 +120,7 @@ def _may_draw(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Compiler:
-    """Torch's inductor backend, with `keep_changing_values`.
+    """Torch's inductor backend, with `mark_kept_values`.
 
     Calls with equal backends share their graphs.
 
@@ -119,7 +140,7 @@ class Compiler:
 
 
 def _pass_after(config: Any) -> Any:
-    """Return a pass that runs the user's own passes, and then `keep_changing_values`."""
+    """Return a pass that runs the user's own passes, and then `mark_kept_values`."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     given: Any = config.joint_custom_post_pass  # one, or a sequence since torch 2.13
@@ -129,7 +150,7 @@ def _pass_after(config: Any) -> Any:
         def __call__(self, graph: fx.Graph) -> None:
             for each in own:
                 each(graph)
-            keep_changing_values(graph)
+            mark_kept_values(graph)
 
         def uuid(self) -> Any:
             """Return the pass's key in torch's cache of graphs; None for no cache."""

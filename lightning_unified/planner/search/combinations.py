@@ -70,7 +70,7 @@ def combinations_to_compare(
     A search looks at the first ones however long it takes: the user's own, the one that needs the least memory, a middle loss chunk with and
     without recomputation, recomputation with the user's own loss, and attention in chunks alone. The others follow by expected gain. The
     smallest chunk is slow on a GPU, and its dry runs have many operations. The list is not the full product: kernels and other chunks are
-    combined with no recomputation and with full recomputation only, and the largest chunk also with compiled blocks that keep a share.
+    combined with no recomputation and with full recomputation only, and the larger ones also with compiled blocks that keep a share.
 
     Args:
         precision: Lightning's name.
@@ -81,8 +81,8 @@ def combinations_to_compare(
     """
     first, *others = chunks
     smallest = min((chunk for chunk in others if chunk is not None), default=first)
-    middle = sorted(others)[len(others) // 2] if others else first  # pyright: ignore[reportArgumentType]
-    largest = max(others) if others else first  # pyright: ignore[reportArgumentType, reportCallIssue]
+    middle = sorted(others)[(len(others) - 1) // 2] if others else first  # pyright: ignore[reportArgumentType]
+    larger = [chunk for chunk in others if chunk not in (middle, smallest)]
     none, most, last = policies[0], policies[-1], attentions[-1]
     always = [
         (none, first, attentions[0]),
@@ -97,7 +97,7 @@ def combinations_to_compare(
     ends = list(dict.fromkeys((none, most)))
     for policy, chunk, kernel in (
         *((policy, chunk, None) for chunk in (first, middle) for policy in (*ends, *_between(policies))),
-        *((policy, largest, None) for policy in policies if policy.kept is not None),
+        *((policy, chunk, None) for chunk in larger for policy in policies if policy.kept is not None),
         *((policy, chunk, None) for chunk in others for policy in ends),
         *((policy, chunk, kernel) for kernel in kernels for chunk in (first, smallest) for policy in ends),
     ):

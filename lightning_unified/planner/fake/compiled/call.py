@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends.patching import replaced
-from lightning_unified.nn.compiled import keep_changing_values, keeping_share
+from lightning_unified.nn.compiled import keeping_share, mark_kept_values
 from lightning_unified.planner.fake.compiled.fused_graph import FusedGraph
 from lightning_unified.planner.fake.recorder import Recorder
 
@@ -157,7 +157,7 @@ def _partition(
     mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.nodes])
     with V.set_fake_mode(mode):
         joint = joint_graph_passes(joint, torch.device("cpu"))  # the fake tensors' own device
-    keep_changing_values(joint.graph)
+    mark_kept_values(joint.graph)
     parts = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
     with V.set_fake_mode(mode):
         for part in parts:
