@@ -25,7 +25,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
-from lightning_unified.step.exactness.facts.bends import LossBends
+from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
@@ -247,7 +247,7 @@ class ExactnessCheck:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
         news = self._profiles.news(facts)
-        compared = micro_batches if news and bends.is_mixed else ()
+        compared = micro_batches if are_mixed(news) else ()
         mixed = bends.mixed_rows(news, micro_batches) if compared else range(0)
         is_checked = is_checked and {*mixed} <= {*self._own_checked}
         own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared, differing=mixed)

@@ -125,7 +125,8 @@ class SplitBatch:
         """Note how a micro-batch's loss was computed, while its graph exists."""
         if not self._is_checked or loss is None or self._bends is None or (index and self.share(index) == 0):
             return
-        graph = self._bends.add(loss)
+        weights = self._weighting.weights
+        graph = self._bends.add(loss, rows=weights.rows[index], terms=weights.terms[index])
         if index == 0:
             self._graph = graph
 
