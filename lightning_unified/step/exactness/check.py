@@ -28,7 +28,7 @@ from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreemen
 from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
-from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
+from lightning_unified.step.exactness.facts.profile import SHARED, BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
@@ -39,7 +39,7 @@ from lightning_unified.step.exactness.trials.examination import UNITS, Check, Ex
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
-from lightning_unified.step.split import BatchSplitter, split_rows
+from lightning_unified.step.split import BatchSplitter
 from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
@@ -115,6 +115,8 @@ class ExactnessCheck:
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
         own = replace(own, facts=self._facts(own.batch, own.rows))
+        if self._verdict is not None and any(kind == SHARED for _, kind, _ in self._profiles.news(own.facts)):
+            own = replace(own, micro_batches=own.sizes)  # rows that share a value may lie far apart
         if self._checked(own, is_due=lambda: self._is_due(own)):
             # the facts again: the check may have recorded that the step reads counters
             self._profiles.add(self._facts(own.batch, own.rows))
@@ -274,9 +276,7 @@ class ExactnessCheck:
             return self._checked_at != number and self._undecided < _RETRIES
         if 0 < self._thin < _THIN and self._checked_at != number:
             return True
-        size = max(own.micro_batch_size // own.unit * own.unit, own.unit)
-        sizes = split_rows(own.rows, micro_batch_size=size, unit=own.unit)
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, sizes)
+        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, own.sizes)
 
     def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
