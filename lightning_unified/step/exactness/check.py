@@ -210,7 +210,7 @@ class ExactnessCheck:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._checked(own, is_due=lambda: bool(paths))
+        self._checked(replace(own, micro_batches=own.sizes), is_due=lambda: bool(paths))
         for path in paths:
             if not decides(path):
                 table.reject(path)
