@@ -59,7 +59,7 @@ def learn_entry(
         return _learn_made(table, path, kind, [whole, *values], weights, tolerance=tolerance)
     before = _or_empty_list(before, [whole, *values])
     adds = _learn_change(table, path, before, whole, values, weights, tolerance=tolerance)
-    learn_last_writes(table, path, before, *_filled([whole], before), _filled(values, before), tolerance=tolerance)
+    learn_last_writes(table, path, before, _filled([whole], before)[0], _filled(values, before), tolerance=tolerance)
     written = _written(values)
     is_partial = whole is not UNWRITTEN and 0 < len(written) < len(values)
     is_alone = is_partial and all(same(one, whole, tolerance=tolerance) for one in written)
