@@ -9,7 +9,7 @@ returned and logged values, and written state. One check sees only a sample of t
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
 5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`),
-   on the rows of a micro-batch that lies on both sides;
+   on the rows of a micro-batch that lies on both sides, or first hold a log or an output at a level (`facts.levels`);
 6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
 7. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
@@ -28,6 +28,7 @@ from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreemen
 from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
+from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.facts.profile import SHARED, BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
@@ -63,6 +64,7 @@ class ExactnessCheck:
     Attributes:
         tables: The merge rules for outputs, logs, metrics and written state.
         host_figures: Figures of the batch's tensors, from before they were moved to the device.
+        levels: The levels of logged and returned numbers in the batches so far.
     """
 
     def __init__(
@@ -77,9 +79,8 @@ class ExactnessCheck:
         group: CheckGroup | None = None,
     ) -> None:
         self._group = group or CheckGroup()
-
         self._trainer, self._rules, self._splitter, self._make_room = trainer, rules, splitter, make_room
-        self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()
+        self.tables, self.host_figures, self.levels = Tables.of(rules.merge), HostFigures(), Levels()
         self._runner = Runner(trainer, step=step, group=self._group)
         self._examination = Examination(
             trainer,
@@ -124,10 +125,7 @@ class ExactnessCheck:
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
-        """Take part in the checks of other processes of the group; return the verdict so far.
-
-        No check of this process's batch is due.
-        """
+        """Take part in the checks of other processes of the group, without one of `own`; return the verdict so far."""
         self._checked(own, is_due=lambda: False)
         return self._verdict
 
@@ -175,10 +173,7 @@ class ExactnessCheck:
         return {**self._agreed.state_dict(), "noise": self._verdict.noise, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep the findings of the run that this run continues.
-
-        They serve batches that a check cannot decide.
-        """
+        """Keep the findings of the run that this run continues, for batches that a check cannot decide."""
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:
@@ -315,6 +310,8 @@ class ExactnessCheck:
             except SplitError as error:
                 refusal = error
         self._group.agreed("no gradients were compared" if refusal is None else refusal, check.rules)
+        if self._verdict is not None:
+            self._verdict = replace(self._verdict, unmergeable=self._unmergeable)
 
     def _findings(self, asked: Request) -> tuple[Findings | str, Sequence[LossRule]]:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""

@@ -17,7 +17,7 @@ A fact tells which sides the micro-batches of a batch have, and how their number
 A loss of rows one by one may bend each row's term: that is no mistake, so facts only ask for a comparison.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isclose
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.facts.bent_nodes import LIMIT, NUMBER, PLACES, figures_of
 from lightning_unified.step.exactness.facts.graph import GraphFact, graph_near
+from lightning_unified.step.exactness.facts.levels import Levels
 
 __all__ = ["LossBends", "are_mixed"]
 
@@ -40,27 +41,39 @@ def are_mixed(facts: Collection[Fact]) -> bool:
 
 
 class LossBends:
-    """The graphs and bends of the losses of one batch's micro-batches."""
+    """The graphs and bends of the losses of one batch's micro-batches, and the levels of other numbers.
 
-    def __init__(self) -> None:
+    Args:
+        levels: The levels of logged and returned numbers in the batches before.
+    """
+
+    def __init__(self, levels: Levels | None = None) -> None:
+        self._levels = levels or Levels()
+        self._numbers: list[tuple[str, ...]] = []  # of each micro-batch: names of logged and returned numbers
         self._graphs: list[GraphFact] = []
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
         self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
 
-    def add(self, loss: Tensor, *, rows: int = 1, terms: float = 1.0) -> GraphFact:
+    def add(
+        self, loss: Tensor, *, rows: int = 1, terms: float = 1.0, numbers: Mapping[str, Tensor] | None = None
+    ) -> GraphFact:
         """Note the loss of the next micro-batch before its backward pass, and return the fact about its graph.
 
         Args:
             loss: The loss.
             rows: The number of rows of the micro-batch.
             terms: The number of its loss terms.
+            numbers: Numbers that it logs or returns, by name.
         """
         graph, nodes = graph_near(loss)
         found = list(figures_of(nodes))
         self._graphs.append(graph)
         self._counts.append((terms, rows))
-        self._seen.append(((graph, tuple(name for name, _ in found)), self._sent([one for _, one in found])))
+        others = {} if numbers is None else numbers
+        self._numbers.append(tuple(others))
+        figures = [*(one for _, one in found), *(one.detach().reshape(1).expand(2) for one in others.values())]
+        self._seen.append(((graph, tuple(name for name, _ in found)), self._sent(figures)))
         return graph
 
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
@@ -114,11 +127,21 @@ class LossBends:
         figures = self._on_host()
         for (graph, names), indices in alike.items():
             counts = [self._counts[index] for index in indices]
-            columns = zip(*(figures[index] for index in indices), strict=True)
+            columns = zip(*(figures[index][: len(names)] for index in indices), strict=True)
             for place, (name, values) in enumerate(zip(names, columns, strict=True)):
                 if (noted := _noted(name, values, counts)) is not None:
                     facts.add(("the loss", "bends", (graph, place, name, *noted)))
-        return frozenset(facts)
+        return frozenset({*facts, *self._facts_of_numbers(figures)})
+
+    def _facts_of_numbers(self, figures: Sequence[Sequence[tuple[float, ...]]]) -> Iterator[Fact]:
+        """Yield facts about the numbers that all micro-batches log or return."""
+        found: dict[str, list[float]] = {}
+        for names, own in zip(self._numbers, figures, strict=True):
+            for name, (number, _) in zip(names, own[len(own) - len(names) :], strict=True):
+                found.setdefault(name, []).append(number)
+        for name, numbers in found.items():
+            if len(numbers) == len(figures) and (level := self._levels.of(name, numbers, self._counts)) is not None:
+                yield name, "bends", (level, True)
 
     def _on_host(self) -> list[list[tuple[float, ...]]]:
         """Return the figures of each micro-batch as numbers, after their transfers have ended."""
