@@ -9,7 +9,7 @@ returned and logged values, and written state. One check sees only a sample of t
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
 5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`),
-   on the rows of a micro-batch that lies on both sides, or first hold a log or an output at a level (`facts.levels`);
+   on the rows of a micro-batch that lies on both sides, or first hold a log, an output or a written number at a level (`facts.levels`);
 6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
 7. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
@@ -125,7 +125,7 @@ class ExactnessCheck:
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
-        """Take part in the checks of other processes of the group, without one of `own`; return the verdict so far."""
+        """Take part in the checks of other processes of the group; return the verdict so far."""
         self._checked(own, is_due=lambda: False)
         return self._verdict
 
@@ -173,7 +173,7 @@ class ExactnessCheck:
         return {**self._agreed.state_dict(), "noise": self._verdict.noise, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep the findings of the run that this run continues, for batches that a check cannot decide."""
+        """Keep the findings of the continued run, for batches that a check cannot decide."""
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:

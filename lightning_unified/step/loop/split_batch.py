@@ -125,7 +125,7 @@ class SplitBatch:
         return output
 
     def _note(self, index: int, output: ClosureResult) -> None:
-        """Note how a micro-batch's loss was computed, while its graph exists, and the numbers beside it."""
+        """Note the graph of a micro-batch's loss while it exists, and the numbers beside it."""
         loss = output.closure_loss
         if not self._is_checked or loss is None or self._bends is None or (index and self.share(index) == 0):
             return
@@ -177,6 +177,7 @@ class SplitBatch:
         """Write the merged state, before the hooks that follow the step."""
         bends, self._bends = self._bends, None
         if bends is not None and self._is_checked:
+            bends.add_written(self._merging.written_numbers())
             with self._merging.state_before():
                 self._see_bends(bends)
         self._merging.settle(self._weighting.weights)

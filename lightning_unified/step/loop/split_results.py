@@ -81,7 +81,7 @@ class SplitResults:
             self._written.end_micro_batch()
 
     def numbers(self, index: int, returned: Any) -> dict[str, Tensor]:
-        """Return the numbers that micro-batch `index` has logged and returned, for facts about their levels."""
+        """Return the logged and returned numbers of micro-batch `index`, for facts about levels."""
         tables = self._tables
         calls = [(path_of_log(key), call) for key, call in self._logs.logged.items()]
         found = [
@@ -96,6 +96,12 @@ class SplitResults:
             for path, rules, value in found
             if rules and isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
         }
+
+    def written_numbers(self) -> dict[str, list[Any]]:
+        """Return the numbers that all micro-batches have written, for facts about their levels."""
+        written = {} if self._written is None or self._is_settled else self._written.numbers()
+        rules = self._tables.written.all_rules
+        return {name_of(f"written {path}", rules(path)): values for path, values in written.items()}
 
     def state_before(self) -> AbstractContextManager[None]:
         """Restore the state from before the batch inside the block, after its last micro-batch."""

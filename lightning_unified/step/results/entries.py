@@ -202,7 +202,7 @@ def _learn_change(
     *,
     tolerance: float,
 ) -> bool:
-    """Learn whether changes add up, and return it; other rules may fit only because the values before were zero."""
+    """Learn whether changes add up, and return it, as zeros before let other rules fit."""
     all_of, *changes = _alike([_change(before, value) for value in (whole, *values)])
     keys = dict.fromkeys((_added(path), _added(_family(path))))
     for key in keys:

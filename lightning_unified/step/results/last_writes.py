@@ -1,4 +1,4 @@
-"""Merge tensors of which each micro-batch writes some entries, where the last write of an entry counts.
+"""Merge tensors of which micro-batches write some entries: the last write counts.
 
 A step may write the rows of a memory bank (`self.bank[index] = features`). While micro-batches write different entries, the sum of their
 changes is the whole batch's value too. It is not where two micro-batches write one entry. So checks learn this rule beside the sum of changes, and
@@ -63,7 +63,7 @@ def last_writes(before: Any, values: Sequence[Any]) -> Any:
 
 
 def _is_partial(before: Any, after: Any) -> bool:
-    """Return whether `after` is a tensor or an array of which at least one entry is that of `before`."""
+    """Return whether `after` is a tensor or an array that keeps an entry of `before`."""
     is_array = type(after) is type(before) and any(isinstance(after, kind) for kind in (Tensor, np.ndarray))
     if not is_array or after.shape != before.shape or after.dtype != before.dtype or after.ndim == 0:
         return False

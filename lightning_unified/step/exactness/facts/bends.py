@@ -36,12 +36,12 @@ _ROUNDING = 1e-5  # of a quotient of two float32 numbers
 
 
 def are_mixed(facts: Collection[Fact]) -> bool:
-    """Return whether facts tell that micro-batches differ: in operations, in sides, or in numbers."""
+    """Return whether micro-batches differ in operations, sides or numbers, by these facts."""
     return any(value[-1] for _, kind, value in facts if kind == "bends")
 
 
 class LossBends:
-    """The graphs and bends of the losses of one batch's micro-batches, and the levels of other numbers.
+    """The graphs, bends and levels of one batch's micro-batches.
 
     Args:
         levels: The levels of logged and returned numbers in the batches before.
@@ -52,6 +52,7 @@ class LossBends:
         self._numbers: list[tuple[str, ...]] = []  # of each micro-batch: names of logged and returned numbers
         self._graphs: list[GraphFact] = []
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
+        self._written: Mapping[str, Sequence[Any]] = {}  # numbers of all micro-batches
         self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
 
@@ -75,6 +76,10 @@ class LossBends:
         figures = [*(one for _, one in found), *(one.detach().reshape(1).expand(2) for one in others.values())]
         self._seen.append(((graph, tuple(name for name, _ in found)), self._sent(figures)))
         return graph
+
+    def add_written(self, numbers: Mapping[str, Sequence[Any]]) -> None:
+        """Note numbers that the micro-batches have written, by name, after the last micro-batch."""
+        self._written = numbers
 
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
         """Begin the transfer of figures on a CUDA device to the host, and return all figures.
@@ -135,7 +140,7 @@ class LossBends:
 
     def _facts_of_numbers(self, figures: Sequence[Sequence[tuple[float, ...]]]) -> Iterator[Fact]:
         """Yield facts about the numbers that all micro-batches log or return."""
-        found: dict[str, list[float]] = {}
+        found = {name: list(map(float, values)) for name, values in self._written.items()}
         for names, own in zip(self._numbers, figures, strict=True):
             for name, (number, _) in zip(names, own[len(own) - len(names) :], strict=True):
                 found.setdefault(name, []).append(number)
@@ -154,7 +159,7 @@ class LossBends:
 def _noted(
     name: str, values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float, float]]
 ) -> tuple[Any, bool] | None:
-    """Return what a fact tells of one bend, and whether micro-batches differ; None if it tells nothing.
+    """Return what a fact tells of one bend, and whether micro-batches differ; or None.
 
     Args:
         name: The name of the bend.
@@ -173,7 +178,7 @@ def _noted(
 
 
 def _variation(values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float, float]]) -> str:
-    """Return how numbers vary among micro-batches: as the first fitting of equal, terms and rows, else apart."""
+    """Return what numbers are proportional to: equal, terms or rows; else apart."""
     if len({*values}) == 1:
         return "equal"
     for which, kind in enumerate(("terms", "rows")):
@@ -190,7 +195,7 @@ def _are_equal(numbers: Sequence[float]) -> bool:
 
 
 def _sum_crosses(values: Sequence[tuple[float, ...]]) -> bool:
-    """Return whether the sum of the micro-batches' values lies on another side of a limit than all of these.
+    """Return whether the sum of values lies on another side of a limit than all of them.
 
     Each value has its limit beside it. Limits that differ are sums themselves.
     """

@@ -202,7 +202,10 @@ def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)
 
 
 def _is_shared(stack: Tensor) -> Tensor:
-    """Return whether two rows have one value at the same place, of shape (leaves, 1); zeros where rows have many entries."""
+    """Return whether two rows have one value at the same place, of shape (leaves, 1).
+
+    Rows of more than 4 entries give zeros.
+    """
     if stack.shape[2] > _FEW:
         return torch.zeros(len(stack), 1, dtype=torch.long, device=stack.device)
     ordered = stack.sort(1).values

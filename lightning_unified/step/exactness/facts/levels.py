@@ -1,4 +1,4 @@
-"""Logged and returned numbers, as facts: whether micro-batches reach a level at which a step holds a number.
+"""Levels at which a step holds logged, returned and written numbers, as facts.
 
 A step may hold a mean at a level: `log(norm.clamp(max=1))`, or log 0 where a mean is small. The mean of the micro-batches is the whole batch's while no
 micro-batch reaches the level, and it is not when some do. A step may also log a flag. The largest flag of the micro-batches is that of the
@@ -61,7 +61,10 @@ class Levels:
 
 
 def _share(level: float, numbers: Sequence[float], rows: Sequence[float]) -> str | None:
-    """Return the share of rows whose micro-batches have a flag, in quarters; None for numbers that are no flags."""
+    """Return the share of rows whose micro-batches have a flag, in quarters; or None.
+
+    None means that the numbers are no flags.
+    """
     if len({*numbers}) > 2 or not all(map(_is_round, numbers)):
         return None
     share = sum(count for one, count in zip(numbers, rows, strict=True) if one == level) / sum(rows)
@@ -73,7 +76,7 @@ def _is_round(number: float) -> bool:
 
 
 def _are_shares(numbers: Sequence[float], counts: Sequence[tuple[float, float]]) -> bool:
-    """Return whether all numbers are counts divided by the terms, or by the rows, of their micro-batches."""
+    """Return whether all numbers are counts divided by terms or rows of their micro-batches."""
     return any(
         all(
             abs(number * of[which] - round(number * of[which])) <= _ROUNDING * max(of[which], 1.0)

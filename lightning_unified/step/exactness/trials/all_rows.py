@@ -1,4 +1,4 @@
-"""Compare the loss and results of a whole batch with those of its micro-batches, without gradients.
+"""Compare a whole batch's loss and results with its micro-batches', without gradients.
 
 A trial compares the gradients of some rows. A loss may compute with a fixed number of rows, such as the 32 hardest of a batch, and then differ
 only where the batch has more. Rows that a log or a buffer combines may lie far apart.
@@ -51,7 +51,7 @@ class AllRows:
         self._micro_batches, self._sizes = micro_batches, sizes
 
     def compare(self, rules: Sequence[LossRule]) -> list[LossRule]:
-        """Return the loss rules under which the losses give that of the whole batch, and learn how results merge.
+        """Return the loss rules that give the whole batch's loss, and learn how results merge.
 
         Losses that are not finite, or missing, say nothing: then all rules are returned.
 
@@ -85,7 +85,10 @@ class AllRows:
         return self._runner.without_gradients(self._kwargs, next(iter(self._kwargs.values())))
 
     def _learn(self, whole: Results, runs: Sequence[Results], weights: MicroBatchWeights, *, tolerance: float) -> None:
-        """Learn how results merge; refuse written state that no rule merges, unless two equal runs differ in it."""
+        """Learn how results merge; refuse written state that no rule merges.
+
+        State that also differs between two equal runs is not refused.
+        """
         troubles = learn_results(self._tables, whole, runs, weights, tolerance=tolerance)
         if self._runner.anywhere(bool(troubles)):
             again = differing(whole.written, self._whole()[1].written)

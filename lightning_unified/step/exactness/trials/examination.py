@@ -174,7 +174,7 @@ class Examination:
         return replace(found, agreeing=self._rules_of_all_rows(check, found.agreeing))
 
     def require_all_rows(self, check: Check) -> None:
-        """Compare the loss and results of all rows with those of their micro-batches, without gradients.
+        """Compare loss and results of all rows with their micro-batches', without gradients.
 
         Where the step draws, both are computed with constant draws.
 

@@ -160,7 +160,7 @@ class Runner:
         return result
 
     def without_gradients(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> tuple[Tensor | None, Results]:
-        """Run the step on `batch` without gradients and without dropout, undo it, and return its loss and results.
+        """Run the step without gradients and dropout, undo it, and return its loss and results.
 
         What the step draws all the same is constant.
         """

@@ -1,4 +1,4 @@
-"""Where micro-batches write one entry of a memory bank, the last write counts, as in the whole batch."""
+"""The last write of an entry of a memory bank counts, as in the whole batch."""
 
 import pytest
 import torch

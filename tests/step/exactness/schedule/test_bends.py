@@ -127,7 +127,7 @@ def test_micro_batches_on_two_sides_of_a_bend_are_refused_before_the_update(kind
 
 
 class Kept(Bent):
-    """Divides by the number of rows of an ordinary cost, which is that of all rows in most batches."""
+    """Divides by the number of rows with an ordinary cost: in most batches, all rows."""
 
     def loss(self, out, batch):
         kept = (batch["cost"] < 4).to(out)

@@ -1,9 +1,10 @@
-"""A log or an output that a step holds at a level is compared again when the first micro-batches reach it."""
+"""Results are compared again when micro-batches first reach a level that a step holds."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from lightning_unified.step.exactness.facts.levels import Levels, name_of
 from tests.support.modules.split import Net
@@ -48,7 +49,28 @@ def test_a_figure_that_first_reaches_a_level_is_checked_and_named(kind, checks, 
     assert any("figure" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("kind", [Clamped, Returned])
+class Written(Net):
+    """Keeps the figure in a buffer and in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64))
+        self.last = 0.0
+
+    def loss(self, out, batch):
+        self.level.copy_(batch["cost"].mean().clamp(max=1.5))
+        self.last = float(self.level)
+        return F.cross_entropy(out, batch["y"])
+
+
+def test_a_written_figure_that_first_reaches_a_level_is_refused_before_the_update(checks):
+    with pytest.raises(SplitError, match="Written writes Written"):
+        run(Written, loader())
+
+    assert checks.steps[-1] == 9
+
+
+@pytest.mark.parametrize("kind", [Clamped, Returned, Written])
 def test_a_figure_below_its_level_costs_no_check(kind, checks, caplog):
     run(kind, loader(large=1.0))
 
