@@ -134,7 +134,7 @@ class Kept(Bent):
         return (F.cross_entropy(out, batch["y"], reduction="none") * kept).sum() / kept.sum().clamp(min=1)
 
 
-def test_a_divisor_that_is_no_longer_the_number_of_rows_is_refused_before_the_update(checks):
+def test_a_divisor_that_stops_being_the_rows_is_refused_before_the_update(checks):
     with pytest.raises(SplitError, match="Kept cannot be split exactly"):
         run(Kept, loader())
 
