@@ -9,7 +9,7 @@ returned and logged values, and written state. One check sees only a sample of t
    the loss (`facts.graph`);
 4. before the update of a batch for which two rules that agreed so far give different weights;
 5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`),
-   on the rows of a micro-batch that lies on both sides;
+   on the rows of a micro-batch that lies on both sides, or first hold a log, an output or a written number at a level (`facts.levels`);
 6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
 7. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
@@ -25,10 +25,11 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
-from lightning_unified.step.exactness.facts.bends import LossBends
+from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
-from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
+from lightning_unified.step.exactness.facts.levels import Levels
+from lightning_unified.step.exactness.facts.profile import SHARED, BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
@@ -39,7 +40,7 @@ from lightning_unified.step.exactness.trials.examination import UNITS, Check, Ex
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
-from lightning_unified.step.split import BatchSplitter, split_rows
+from lightning_unified.step.split import BatchSplitter
 from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
@@ -63,6 +64,7 @@ class ExactnessCheck:
     Attributes:
         tables: The merge rules for outputs, logs, metrics and written state.
         host_figures: Figures of the batch's tensors, from before they were moved to the device.
+        levels: The levels of logged and returned numbers in the batches so far.
     """
 
     def __init__(
@@ -77,9 +79,8 @@ class ExactnessCheck:
         group: CheckGroup | None = None,
     ) -> None:
         self._group = group or CheckGroup()
-
         self._trainer, self._rules, self._splitter, self._make_room = trainer, rules, splitter, make_room
-        self.tables, self.host_figures = Tables.of(rules.merge), HostFigures()
+        self.tables, self.host_figures, self.levels = Tables.of(rules.merge), HostFigures(), Levels()
         self._runner = Runner(trainer, step=step, group=self._group)
         self._examination = Examination(
             trainer,
@@ -115,6 +116,8 @@ class ExactnessCheck:
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
         own = replace(own, facts=self._facts(own.batch, own.rows))
+        if self._verdict is not None and any(kind == SHARED for _, kind, _ in self._profiles.news(own.facts)):
+            own = replace(own, micro_batches=own.sizes)  # rows that share a value may lie far apart
         if self._checked(own, is_due=lambda: self._is_due(own)):
             # the facts again: the check may have recorded that the step reads counters
             self._profiles.add(self._facts(own.batch, own.rows))
@@ -122,10 +125,7 @@ class ExactnessCheck:
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
-        """Take part in the checks of other processes of the group; return the verdict so far.
-
-        No check of this process's batch is due.
-        """
+        """Take part in the checks of other processes of the group; return the verdict so far."""
         self._checked(own, is_due=lambda: False)
         return self._verdict
 
@@ -173,10 +173,7 @@ class ExactnessCheck:
         return {**self._agreed.state_dict(), "noise": self._verdict.noise, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep the findings of the run that this run continues.
-
-        They serve batches that a check cannot decide.
-        """
+        """Keep the findings of the continued run, for batches that a check cannot decide."""
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:
@@ -208,7 +205,7 @@ class ExactnessCheck:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._checked(own, is_due=lambda: bool(paths))
+        self._checked(replace(own, micro_batches=own.sizes), is_due=lambda: bool(paths))
         for path in paths:
             if not decides(path):
                 table.reject(path)
@@ -247,7 +244,7 @@ class ExactnessCheck:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
         news = self._profiles.news(facts)
-        compared = micro_batches if news and bends.is_mixed else ()
+        compared = micro_batches if are_mixed(news) else ()
         mixed = bends.mixed_rows(news, micro_batches) if compared else range(0)
         is_checked = is_checked and {*mixed} <= {*self._own_checked}
         own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared, differing=mixed)
@@ -274,9 +271,7 @@ class ExactnessCheck:
             return self._checked_at != number and self._undecided < _RETRIES
         if 0 < self._thin < _THIN and self._checked_at != number:
             return True
-        size = max(own.micro_batch_size // own.unit * own.unit, own.unit)
-        sizes = split_rows(own.rows, micro_batch_size=size, unit=own.unit)
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, sizes)
+        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, own.sizes)
 
     def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
@@ -315,6 +310,8 @@ class ExactnessCheck:
             except SplitError as error:
                 refusal = error
         self._group.agreed("no gradients were compared" if refusal is None else refusal, check.rules)
+        if self._verdict is not None:
+            self._verdict = replace(self._verdict, unmergeable=self._unmergeable)
 
     def _findings(self, asked: Request) -> tuple[Findings | str, Sequence[LossRule]]:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""

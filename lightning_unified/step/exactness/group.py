@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
+from lightning_unified.step.split import split_rows
 
 __all__ = ["CheckGroup", "Request"]
 
@@ -43,6 +44,12 @@ class Request:
     def batch(self) -> Any:
         """The whole batch."""
         return next(iter(self.kwargs.values()))
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The rows of each micro-batch in training."""
+        size = max(self.micro_batch_size // self.unit * self.unit, self.unit)
+        return split_rows(self.rows, micro_batch_size=size, unit=self.unit)
 
 
 class CheckGroup:

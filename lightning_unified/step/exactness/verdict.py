@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lightning as L
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 
-__all__ = ["Verdict", "batch_norms_of", "refuse_batch_norm"]
+__all__ = ["Verdict", "batch_norms_of", "refuse_batch_norm", "refuse_counting_embeddings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,3 +77,25 @@ def batch_norms_of(module: L.LightningModule) -> tuple[str, ...]:
 
 def _norms_in_training(module: L.LightningModule) -> list[str]:
     return [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+
+
+def refuse_counting_embeddings(module: L.LightningModule) -> None:
+    """Raise `SplitError` if `module` trains an embedding with `scale_grad_by_freq=True`.
+
+    Its gradient divides by the number of times that an id occurs among the rows that run at once.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    name = next(
+        (
+            name
+            for name, child in module.named_modules()
+            if isinstance(child, kinds) and child.scale_grad_by_freq and child.weight.requires_grad
+        ),
+        None,
+    )
+    if name is not None:
+        raise SplitError(
+            f"{type(module).__name__}.{name} has scale_grad_by_freq=True: its gradient divides by the number of times that an id occurs among the rows that "
+            "run at once, so batches cannot be split exactly. Use scale_grad_by_freq=False, raise the budget so that batches run whole, or declare "
+            "MicroBatchRules(check=False) to split all the same."
+        )

@@ -170,6 +170,7 @@ class CheckedSplitter:
             see_graph=_then(partial(self._see_graph, kwargs, shape), keeps),
             see_bends=_then(partial(self._see_bends, kwargs, shape, rows), keeps),
             is_checked=self._is_checked,
+            levels=self.check.levels,
         )
 
     def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:

@@ -12,6 +12,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.nn.cuda_graphs import no_new_recordings
 from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
+from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_results import SplitResults
@@ -66,6 +67,7 @@ class SplitBatch:
         see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
+        levels: The levels of logged and returned numbers in the batches before.
     """
 
     def __init__(
@@ -79,20 +81,21 @@ class SplitBatch:
         see_graph: Callable[[GraphFact | None], None],
         see_bends: Callable[[LossBends], None],
         is_checked: bool,
+        levels: Levels,
     ) -> None:
         self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._outside, self._is_checked = outside, is_checked
         self._see_graph, self._see_bends = see_graph, see_bends
-        self._graph, self._bends = None, LossBends()
+        self._graph, self._bends, self._levels = None, LossBends(), levels
 
     def begin(self) -> None:
         """Start over."""
         self._merging.begin()
         self._outside.begin()
         self._graph: GraphFact | None = None
-        self._bends: LossBends | None = LossBends()
+        self._bends: LossBends | None = LossBends(self._levels)
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
@@ -113,7 +116,7 @@ class SplitBatch:
                 self._see_graph(self._graph)
             with self._outside.micro_batch(index):
                 output = self._steps[index]()
-        self._note(index, output.closure_loss)
+        self._note(index, output)
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
             output.loss = None
@@ -121,11 +124,14 @@ class SplitBatch:
                 stop_gradients(output.closure_loss)
         return output
 
-    def _note(self, index: int, loss: Tensor | None) -> None:
-        """Note how a micro-batch's loss was computed, while its graph exists."""
+    def _note(self, index: int, output: ClosureResult) -> None:
+        """Note the graph of a micro-batch's loss while it exists, and the numbers beside it."""
+        loss = output.closure_loss
         if not self._is_checked or loss is None or self._bends is None or (index and self.share(index) == 0):
             return
-        graph = self._bends.add(loss)
+        weights = self._weighting.weights
+        numbers = self._merging.numbers(index, output.extra)
+        graph = self._bends.add(loss, rows=weights.rows[index], terms=weights.terms[index], numbers=numbers)
         if index == 0:
             self._graph = graph
 
@@ -171,6 +177,7 @@ class SplitBatch:
         """Write the merged state, before the hooks that follow the step."""
         bends, self._bends = self._bends, None
         if bends is not None and self._is_checked:
+            bends.add_written(self._merging.written_numbers())
             with self._merging.state_before():
                 self._see_bends(bends)
         self._merging.settle(self._weighting.weights)

@@ -14,12 +14,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.facts.levels import name_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches
-from lightning_unified.step.results.trees import merge_tree, undecided_paths
+from lightning_unified.step.results.trees import all_values, merge_tree, undecided_paths
 from lightning_unified.step.results.written import WrittenOverMicroBatches
 from lightning_unified.step.undo import StateWatch
 
@@ -78,6 +79,29 @@ class SplitResults:
         """Record the state that a micro-batch's step wrote, before the hooks that run once a batch."""
         if self._written is not None:
             self._written.end_micro_batch()
+
+    def numbers(self, index: int, returned: Any) -> dict[str, Tensor]:
+        """Return the logged and returned numbers of micro-batch `index`, for facts about levels."""
+        tables = self._tables
+        calls = [(path_of_log(key), call) for key, call in self._logs.logged.items()]
+        found = [
+            (f"log {path}", tables.logs.all_rules(path) | tables.sized_logs.all_rules(path), call.values[-1])
+            for path, call in calls
+            if call.micro_batches[-1] == index
+        ]
+        outputs = all_values(tables.outputs, [returned])
+        found += [(f"output {path}", tables.outputs.all_rules(path), value) for path, (value,) in outputs]
+        return {
+            name_of(path, rules): value
+            for path, rules, value in found
+            if rules and isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+        }
+
+    def written_numbers(self) -> dict[str, list[Any]]:
+        """Return the numbers that all micro-batches have written, for facts about their levels."""
+        written = {} if self._written is None or self._is_settled else self._written.numbers()
+        rules = self._tables.written.all_rules
+        return {name_of(f"written {path}", rules(path)): values for path, values in written.items()}
 
     def state_before(self) -> AbstractContextManager[None]:
         """Restore the state from before the batch inside the block, after its last micro-batch."""

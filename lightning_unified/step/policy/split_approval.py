@@ -7,7 +7,12 @@ import lightning as L
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses import LossRule, declared
-from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of, refuse_batch_norm
+from lightning_unified.step.exactness.verdict import (
+    Verdict,
+    batch_norms_of,
+    refuse_batch_norm,
+    refuse_counting_embeddings,
+)
 from lightning_unified.step.policy.batch_rules import BatchRules
 from lightning_unified.step.policy.notices import Notices
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
@@ -67,6 +72,8 @@ class SplitApproval:
                 f"the rules of {type(module).__name__} say splittable=False and its batch of {rows} rows must run in micro-batches of "
                 f"{micro_batch_size}; raise the budget or the micro-batch size, or use a smaller batch."
             )
+        if self._batches.checks("fit"):
+            refuse_counting_embeddings(module)
         if (rules.batch_norm or self._batch_norm) == "refuse":
             refuse_batch_norm(module, rows=rows, within=rules.encoders)
         elif batch_norms_of(module):

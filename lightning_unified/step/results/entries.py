@@ -7,6 +7,7 @@ A value is merged by a rule for outputs, or in one of these ways, by path:
 | `path` | a rule for the values |
 | `path (made)` | `"by entry"`: dicts or sets that micro-batches create are merged entry by entry |
 | `path (change)` | `"sum"`: the changes of micro-batches are added up; a missing value counts as 0 |
+| `path (last)` | `"as written"`: the last write of each entry of a tensor counts (`results.last_writes`) |
 | `path (alone)` | `"as written"`: the value of the one micro-batch that writes it |
 
 Entries of one dict share the last two keys, as `path[*] (…)`, because a dict by sample or label has other entries in each batch.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.results.last_writes import keeps_last_writes, last_writes, learn_last_writes
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree, merge_tree
@@ -57,6 +59,7 @@ def learn_entry(
         return _learn_made(table, path, kind, [whole, *values], weights, tolerance=tolerance)
     before = _or_empty_list(before, [whole, *values])
     adds = _learn_change(table, path, before, whole, values, weights, tolerance=tolerance)
+    learn_last_writes(table, path, before, _filled([whole], before)[0], _filled(values, before), tolerance=tolerance)
     written = _written(values)
     is_partial = whole is not UNWRITTEN and 0 < len(written) < len(values)
     is_alone = is_partial and all(same(one, whole, tolerance=tolerance) for one in written)
@@ -75,7 +78,7 @@ def learn_entry(
     ):  # some micro-batches wrote, and a value differs from the whole's
         table.reject(_alone(path))
         table.unmergeable.discard(_alone(path))
-    if adds or (is_alone and table.rule(_alone(path)) == _ALONE):
+    if adds or keeps_last_writes(table, path) or (is_alone and table.rule(_alone(path)) == _ALONE):
         table.unmergeable.discard(path)
         return []
     return [path] if lacks else []
@@ -99,17 +102,22 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
     if table.rule(_alone(path)) == _ALONE and (len(written) < len(values) or not table.knows(path)):
         if len(written) == 1:
             return written[0]
-        is_open = (adds and _are_whole_numbers(written)) or (joins and all(same(one, written[0]) for one in written))
-        if is_open:
+        if (adds and _are_whole_numbers(written)) or (joins and all(same(one, written[0]) for one in written)):
             raise _refusal(path)
         if not joins:
             return merged("equal", written, weights)
     is_compared = before is not ABSENT and table.knows(path) and not (adds and table.all_rules(_added(path)) == {"sum"})
     if is_compared and not table.decides(path, _filled(values, before), weights):
         raise _refusal(path)
+    last = last_writes(before, _filled(values, before)) if keeps_last_writes(table, path) else None
     if adds and table.rule(path) != "equal":
-        total = sum(changes[1:], changes[0])
-        return total if before is ABSENT else before + total
+        change = sum(changes[1:], changes[0])
+        total = change if before is ABSENT else before + change
+        if last is not None and not same(last, total, tolerance=1e-5):  # two micro-batches write an entry
+            raise _refusal(path)
+        return total if last is None else last
+    if last is not None and table.rule(path) is None:
+        return last
     if before is ABSENT and len(written) < len(values):
         raise _refusal(path)
     return merge_tree(table, _filled(values, before), weights, fallback=_refuse, path=path)
@@ -121,14 +129,19 @@ def is_known(table: MergeTable, path: str, before: Any) -> bool:
         return True
     if "sum" in table.all_rules(path) and "sum" in table.all_rules(_added(path)):  # it was always 0 before
         return before is ABSENT or not bool(torch.as_tensor(before).any())
-    return table.rule(_alone(path)) == _ALONE or _adds(table, path) or any(map(table.knows, _paths_of(table, path)))
+    return _keeps_writes(table, path) or any(map(table.knows, _paths_of(table, path)))
 
 
 def is_mergeable(table: MergeTable, path: str) -> bool:
     """Return whether some rule merges the values written at `path`."""
-    if table.knows(_made(path)) or table.rule(_alone(path)) == _ALONE or _adds(table, path):
+    if table.knows(_made(path)) or _keeps_writes(table, path):
         return True
     return any(table.rule(one) is not None for one in _paths_of(table, path))
+
+
+def _keeps_writes(table: MergeTable, path: str) -> bool:
+    """Return whether changes add up, or writes stay as they are."""
+    return _adds(table, path) or keeps_last_writes(table, path) or table.rule(_alone(path)) == _ALONE
 
 
 def _paths_of(table: MergeTable, path: str) -> list[str]:
@@ -189,10 +202,7 @@ def _learn_change(
     *,
     tolerance: float,
 ) -> bool:
-    """Learn whether changes add up, and return it.
-
-    This is learnt beside other rules, which may fit only because the values before were zero.
-    """
+    """Learn whether changes add up, and return it, as zeros before let other rules fit."""
     all_of, *changes = _alike([_change(before, value) for value in (whole, *values)])
     keys = dict.fromkeys((_added(path), _added(_family(path))))
     for key in keys:

@@ -198,6 +198,13 @@ class WrittenOverMicroBatches:
             if self._merges(one):
                 _put_back(one)
 
+    def numbers(self) -> dict[str, list[Any]]:
+        """Return the floating-point numbers that all micro-batches have written, by path."""
+        first, *others = self._writes or [{}]
+        shared = [path for path in first if all(path in one for one in others) and self._table.all_rules(path)]
+        found = {path: [writes[path].after for writes in self._writes] for path in shared}
+        return {path: values for path, values in found.items() if all(map(_has_fraction, values))}
+
     @contextmanager
     def state_before(self) -> Iterator[None]:
         """Take back the writes of the last micro-batch inside the block."""
@@ -259,6 +266,11 @@ class WrittenOverMicroBatches:
             return merge_entry(self._table, path, known.before, values, weights)
         except SplitError as refusal:
             return refusal
+
+
+def _has_fraction(value: Any) -> bool:
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    return is_number or isinstance(value, float)
 
 
 def _put_back(change: Change) -> None:

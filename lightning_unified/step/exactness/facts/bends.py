@@ -6,39 +6,80 @@ they lie on different sides. No operation is added then, so `facts.graph` does n
 
 `facts.bent_nodes` has the operations, and what is noted of each in every micro-batch.
 
-A fact tells which sides the micro-batches of a batch have, and whether their numbers are equal. A loss of rows one by one may bend
-each row's term: that is no mistake, so facts only ask for a comparison.
+A fact tells which sides the micro-batches of a batch have, and how their numbers vary:
+
+| the numbers of the micro-batches | for example |
+|---|---|
+| are equal | the weight of a term |
+| are proportional to the micro-batches' loss terms, or to their rows | the divisor of a sum over rows |
+| vary otherwise | a divisor that counts some of the rows |
+
+A loss of rows one by one may bend each row's term: that is no mistake, so facts only ask for a comparison.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.bent_nodes import NUMBER, figures_of
+from lightning_unified.step.exactness.facts.bent_nodes import LIMIT, NUMBER, PLACES, figures_of
 from lightning_unified.step.exactness.facts.graph import GraphFact, graph_near
+from lightning_unified.step.exactness.facts.levels import Levels
 
-__all__ = ["LossBends"]
+__all__ = ["LossBends", "are_mixed"]
 
 Fact = tuple[str, str, Any]
 
+_ROUNDING = 1e-5  # of a quotient of two float32 numbers
+
+
+def are_mixed(facts: Collection[Fact]) -> bool:
+    """Return whether micro-batches differ in operations, sides or numbers, by these facts."""
+    return any(value[-1] for _, kind, value in facts if kind == "bends")
+
 
 class LossBends:
-    """The graphs and bends of the losses of one batch's micro-batches."""
+    """The graphs, bends and levels of one batch's micro-batches.
 
-    def __init__(self) -> None:
+    Args:
+        levels: The levels of logged and returned numbers in the batches before.
+    """
+
+    def __init__(self, levels: Levels | None = None) -> None:
+        self._levels = levels or Levels()
+        self._numbers: list[tuple[str, ...]] = []  # of each micro-batch: names of logged and returned numbers
         self._graphs: list[GraphFact] = []
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
+        self._written: Mapping[str, Sequence[Any]] = {}  # numbers of all micro-batches
+        self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
 
-    def add(self, loss: Tensor) -> GraphFact:
-        """Note the loss of the next micro-batch before its backward pass, and return the fact about its graph."""
+    def add(
+        self, loss: Tensor, *, rows: int = 1, terms: float = 1.0, numbers: Mapping[str, Tensor] | None = None
+    ) -> GraphFact:
+        """Note the loss of the next micro-batch before its backward pass, and return the fact about its graph.
+
+        Args:
+            loss: The loss.
+            rows: The number of rows of the micro-batch.
+            terms: The number of its loss terms.
+            numbers: Numbers that it logs or returns, by name.
+        """
         graph, nodes = graph_near(loss)
         found = list(figures_of(nodes))
         self._graphs.append(graph)
-        self._seen.append(((graph, tuple(name for name, _ in found)), self._sent([one for _, one in found])))
+        self._counts.append((terms, rows))
+        others = {} if numbers is None else numbers
+        self._numbers.append(tuple(others))
+        figures = [*(one for _, one in found), *(one.detach().reshape(1).expand(2) for one in others.values())]
+        self._seen.append(((graph, tuple(name for name, _ in found)), self._sent(figures)))
         return graph
+
+    def add_written(self, numbers: Mapping[str, Sequence[Any]]) -> None:
+        """Note numbers that the micro-batches have written, by name, after the last micro-batch."""
+        self._written = numbers
 
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
         """Begin the transfer of figures on a CUDA device to the host, and return all figures.
@@ -56,11 +97,6 @@ class LossBends:
         done.record(torch.cuda.current_stream(sent.device))
         self._transfers.append(done)
         return found
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether micro-batches differ: in operations, in sides of a bend, or in numbers."""
-        return any(value[-1] for _, kind, value in self.facts() if kind == "bends")
 
     def mixed_rows(self, facts: Collection[Fact], micro_batches: Sequence[int]) -> range:
         """Return the rows of the micro-batch that lies on both sides of most of the bends in `facts`.
@@ -88,17 +124,29 @@ class LossBends:
     def facts(self) -> frozenset[Fact]:
         """Return the facts about the batch, after the figures of all micro-batches are on the host."""
         facts: set[Fact] = set(self._graphs)
-        alike: dict[Any, list[list[tuple[float, ...]]]] = {}
-        for (key, _), figures in zip(self._seen, self._on_host(), strict=True):
-            alike.setdefault(key, []).append(figures)
+        alike: dict[Any, list[int]] = {}
+        for index, (key, _) in enumerate(self._seen):
+            alike.setdefault(key, []).append(index)
         if len(alike) > 1:
             facts.add(("the loss", "bends", (frozenset(alike), True)))
-        for (graph, names), of_micro_batches in alike.items():
-            for place, (name, values) in enumerate(zip(names, zip(*of_micro_batches, strict=True), strict=True)):
-                sides = frozenset(values)
-                noted = None if name.endswith(NUMBER) else sides
-                facts.add(("the loss", "bends", (graph, place, name, noted, len(sides) > 1)))
-        return frozenset(facts)
+        figures = self._on_host()
+        for (graph, names), indices in alike.items():
+            counts = [self._counts[index] for index in indices]
+            columns = zip(*(figures[index][: len(names)] for index in indices), strict=True)
+            for place, (name, values) in enumerate(zip(names, columns, strict=True)):
+                if (noted := _noted(name, values, counts)) is not None:
+                    facts.add(("the loss", "bends", (graph, place, name, *noted)))
+        return frozenset({*facts, *self._facts_of_numbers(figures)})
+
+    def _facts_of_numbers(self, figures: Sequence[Sequence[tuple[float, ...]]]) -> Iterator[Fact]:
+        """Yield facts about the numbers that all micro-batches log or return."""
+        found = {name: list(map(float, values)) for name, values in self._written.items()}
+        for names, own in zip(self._numbers, figures, strict=True):
+            for name, (number, _) in zip(names, own[len(own) - len(names) :], strict=True):
+                found.setdefault(name, []).append(number)
+        for name, numbers in found.items():
+            if len(numbers) == len(figures) and (level := self._levels.of(name, numbers, self._counts)) is not None:
+                yield name, "bends", (level, True)
 
     def _on_host(self) -> list[list[tuple[float, ...]]]:
         """Return the figures of each micro-batch as numbers, after their transfers have ended."""
@@ -106,6 +154,55 @@ class LossBends:
             transfer.synchronize()
         figures = _on_host([one for _, entries in self._seen for one in entries])
         return [[next(figures) for _ in entries] for _, entries in self._seen]
+
+
+def _noted(
+    name: str, values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float, float]]
+) -> tuple[Any, bool] | None:
+    """Return what a fact tells of one bend, and whether micro-batches differ; or None.
+
+    Args:
+        name: The name of the bend.
+        values: Its two figures in each micro-batch.
+        counts: The loss terms and the rows of each micro-batch.
+    """
+    sides = frozenset(values)
+    if name.endswith(NUMBER):
+        kind = _variation(values, counts)
+        return kind, kind != "equal"
+    if name.endswith(PLACES):  # rows one by one have other sides at each place
+        return ("apart", True) if len(sides) > 1 else None
+    if name.endswith(LIMIT):
+        return ("sum", True) if _sum_crosses(values) else None
+    return sides, len(sides) > 1
+
+
+def _variation(values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float, float]]) -> str:
+    """Return what numbers are proportional to: equal, terms or rows; else apart."""
+    if len({*values}) == 1:
+        return "equal"
+    for which, kind in enumerate(("terms", "rows")):
+        of_one = [(number, count[which]) for each, count in zip(values, counts, strict=True) for number in each]
+        if _are_equal([number / count for number, count in of_one if count]) or _are_equal(
+            [number * count for number, count in of_one]
+        ):
+            return kind
+    return "apart"
+
+
+def _are_equal(numbers: Sequence[float]) -> bool:
+    return all(isclose(one, numbers[0], rel_tol=_ROUNDING) for one in numbers)
+
+
+def _sum_crosses(values: Sequence[tuple[float, ...]]) -> bool:
+    """Return whether the sum of values lies on another side of a limit than all of them.
+
+    Each value has its limit beside it. Limits that differ are sums themselves.
+    """
+    sides = {value > limit for value, limit in values}
+    limits = {limit for _, limit in values}
+    limit = sum(limit for _, limit in values) if len(limits) > 1 else limits.pop()
+    return len(sides) == 1 and (sum(value for value, _ in values) > limit) not in sides
 
 
 def _on_host(figures: list[Tensor]) -> Iterator[tuple[float, ...]]:

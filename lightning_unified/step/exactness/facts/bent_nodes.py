@@ -2,7 +2,8 @@
 
 | operation near the loss | what is noted of each micro-batch |
 |---|---|
-| relu, abs, clamp, hardtanh, threshold, smooth L1 and Huber losses, maximum, minimum, where | the sides on which its entries lie |
+| relu, abs, clamp, hardtanh, threshold, smooth L1 and Huber losses, maximum, minimum, where | the sides on which its entries lie, and a number that tells which entries |
+| clamp, hardtanh, threshold, maximum, minimum of one value | that value and the limit, as the sum of all micro-batches may cross it |
 | softplus, softshrink, hardsigmoid, prelu, elu, logaddexp and others, of a few values | the same |
 | the largest or smallest of a few values, their order, logsumexp | which one it is, or a number that tells the order |
 | multiplication by a few numbers, or division; a power, a factor of a sum | the number, or one computed from a few |
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from lightning_unified.nn.cross_entropy.scored_labels import ScoredLabels, scored_labels_of
 
-__all__ = ["NUMBER", "figures_of", "ignored_labels"]
+__all__ = ["LIMIT", "NUMBER", "PLACES", "figures_of", "ignored_labels"]
 
 _MOST = 4096  # entries of a bent tensor; larger ones hold positions of rows, not means over rows
 _FEW = 16  # values of which the largest is taken, such as the losses of some tasks
 _FLAT = 8.0  # softplus(x) is 0 or x up to 3e-4 beyond
 
 NUMBER = " by a number"
+PLACES = " at some places"
+LIMIT = " up to a limit"
 
 
 def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -42,6 +45,31 @@ def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
                 sides = _SIDES[name](node)
                 if sides is not None and 0 < sides.numel() <= _MOST:
                     yield name, torch.stack(torch.aminmax(sides))
+                    if sides.numel() > 1:
+                        yield name + PLACES, _told_apart(sides).reshape(1).expand(2)
+                yield from ((f"{name} {at}{LIMIT}", pair) for at, pair in enumerate(_limited(node, name)))
+
+
+def _limited(node: Any, name: str) -> Iterator[Tensor]:
+    """Yield the one value that a node bends, beside each limit of it."""
+    value = _saved(node, "self") if name in _LIMITS else None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return
+    for limit in (_saved(node, attribute) for attribute in _LIMITS[name]):
+        if limit is not None and (not isinstance(limit, Tensor) or limit.numel() == 1):
+            yield torch.stack((value.reshape(()), torch.as_tensor(limit).to(value).reshape(())))
+
+
+_LIMITS: dict[str, tuple[str, ...]] = {
+    "ClampBackward0": ("min", "max"),
+    "ClampBackward1": ("min", "max"),
+    "ClampMinBackward0": ("min",),
+    "ClampMaxBackward0": ("max",),
+    "HardtanhBackward0": ("min_val", "max_val"),
+    "ThresholdBackward0": ("threshold",),
+    "MaximumBackward0": ("other",),
+    "MinimumBackward0": ("other",),
+}
 
 
 def _number_of(node: Any, name: str) -> Tensor | None:

@@ -24,6 +24,7 @@ _MOST_ON_HOST = 1 << 18  # entries of a tensor; more take the host longer than a
 
 # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
 _LARGE = 1 << 20
+_FEW = 4  # entries of a row that may be ids; judgement: rows of more hold tokens
 _AT_ONCE = 1 << 22  # entries that are counted at once: torch casts a mask to int64 before it sums it
 _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
@@ -175,11 +176,11 @@ def _orders(sizes: Tensor) -> Tensor:
 
 
 def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)) -> Tensor:
-    """Return figures of shape (leaves, 11 + 64) of values and rows.
+    """Return figures of shape (leaves, 12 + 64) of values and rows.
 
-    They are the lowest and highest value, figures of rows, and the values that occur modulo 64.
+    They are the lowest and highest value, whether two rows share one, figures of rows, and the values that occur modulo 64.
 
-    The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
+    Values that rows share count where a row has few entries. The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
     a number at an end. The last 64 figures are left out for leaves of more than 2^20 entries.
 
     Args:
@@ -193,11 +194,22 @@ def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)
     ignored = ignored_in_rows(whole, ignored_labels)
     second = min(1, whole.shape[2] - 1)
     repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
-    figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)
+    figures = torch.cat([limits, _is_shared(whole), _over_rows(zeros, ignored, repeats.long())], 1)
     if flat.shape[1] > _LARGE:
         return figures
     occurs = figures.new_zeros(len(stack), KINDS).scatter_(1, (flat & (KINDS - 1)).long(), 1)
     return torch.cat([figures, occurs], 1)
+
+
+def _is_shared(stack: Tensor) -> Tensor:
+    """Return whether two rows have one value at the same place, of shape (leaves, 1).
+
+    Rows of more than 4 entries give zeros.
+    """
+    if stack.shape[2] > _FEW:
+        return torch.zeros(len(stack), 1, dtype=torch.long, device=stack.device)
+    ordered = stack.sort(1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).flatten(1).any(1, keepdim=True).long()
 
 
 def ignored_in_rows(stack: Tensor, labels: Collection[int]) -> Tensor:

@@ -12,6 +12,7 @@ weight. So a batch with new facts is checked before its update. A profile is a s
 | the order of magnitude of the share of rows that begin or end with the same number twice | integers | detect padding by any number |
 | whether a row has only zeros, or no zeros; whether there is NaN or infinity | every tensor | detect the first row without observations |
 | the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | detect new lengths |
+| whether two rows share a value | texts, and integers with up to 4 entries a row | detect rows with the same id, which a loss may compare or count once |
 | whether the entries of all rows are as long; the order of magnitude of the longest and the shortest | lists of tensors or lists, packed and nested tensors | detect the first ragged batch |
 
 Other orders of magnitude are powers of two, so that new facts become rare.
@@ -27,7 +28,9 @@ from torch import Tensor
 from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of, lengths_of, named_tensors
 from lightning_unified.step.exactness.facts.figures import KINDS, HostFigures, figures_of
 
-__all__ = ["BatchProfiles", "facts_of"]
+__all__ = ["SHARED", "BatchProfiles", "facts_of"]
+
+SHARED = "shared"  # the kind of the facts about values that rows share
 
 _VOID = 255  # the label of unlabelled pixels in segmentation maps
 
@@ -43,7 +46,11 @@ def facts_of(batch: Any, rows: int, known: HostFigures | None = None) -> frozens
     Figures of tensors that `known` lacks are copied to the host in one transfer if all lie on one device.
     """
     named = [(path, leaf) for path, leaf in (*named_tensors(batch), *arrays_of(batch)) if _has_rows(leaf, rows)]
-    facts: set[Fact] = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
+    facts: set[Fact] = set()
+    for path, column in columns_of(batch, rows):
+        facts |= {(path, "value", value) for value in column}
+        if len({*column}) < len(column):
+            facts.add((path, SHARED, True))
     for path, lengths in lengths_of(batch, rows):
         facts |= _length_facts(path, lengths)
     for (path, leaf), own in zip(named, figures_of([leaf for _, leaf in named], known), strict=True):
@@ -77,9 +84,11 @@ def _float_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
 
 
 def _integer_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
-    low, high, zeros, ignored, repeats, fewest, _, _, most, most_ignored, _, *occurs = figures
+    low, high, is_shared, zeros, ignored, repeats, fewest, _, _, most, most_ignored, _, *occurs = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
     facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most)
+    if is_shared:  # without shared values, a loss has less to compare
+        facts.add((path, SHARED, True))
     if high - low < KINDS:
         within = range(low, high + 1)
         values = [value for value in within if occurs[value % KINDS]] if occurs else leaf.unique().tolist()

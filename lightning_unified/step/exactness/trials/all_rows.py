@@ -1,7 +1,7 @@
-"""Compare the loss of a whole batch with that of its micro-batches, without gradients.
+"""Compare a whole batch's loss and results with its micro-batches', without gradients.
 
 A trial compares the gradients of some rows. A loss may compute with a fixed number of rows, such as the 32 hardest of a batch, and then differ
-only where the batch has more.
+only where the batch has more. Rows that a log or a buffer combines may lie far apart.
 """
 
 from collections import OrderedDict
@@ -14,52 +14,96 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, Weighting
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.learning import learn_results
+from lightning_unified.step.exactness.trials.refusals import refusal_of_state
+from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.exactness.trials.run import Runner
+from lightning_unified.step.results.merging import MicroBatchWeights
+from lightning_unified.step.results.written import differing
 
-__all__ = ["rules_of_all_rows"]
+__all__ = ["AllRows"]
 
 _CANCELLED = 64  # rounding steps of 1 in a mean over rows whose terms cancel; judgement
 
 
-def rules_of_all_rows(
-    runner: Runner,
-    kwargs: "OrderedDict[str, Any]",
-    micro_batches: Sequence[Any],
-    sizes: Sequence[int],
-    rules: Sequence[LossRule],
-) -> list[LossRule]:
-    """Return the loss rules under which the micro-batches' losses give that of the whole batch.
-
-    Losses that are not finite, or missing, say nothing: then all rules are returned.
+class AllRows:
+    """A whole batch and its micro-batches, which run without gradients.
 
     Args:
         runner: Runs the step and undoes it.
+        tables: The merge rules of results, which the comparison extends.
         kwargs: The arguments of `training_step`, the batch first.
         micro_batches: The micro-batches, of all rows of the batch.
         sizes: The rows of each micro-batch.
-        rules: The rules to try.
-
-    Raises:
-        SplitError: If no rule does.
     """
-    whole = runner.loss(kwargs, next(iter(kwargs.values())))
-    losses = [runner.loss(kwargs, one) for one in micro_batches]
-    parts = [one for one in losses if one is not None]
-    if whole is None or len(parts) < len(losses) or not torch.stack([whole, *parts]).isfinite().all():
-        return list(rules)
-    formats = {whole.dtype, *(one.dtype for one in runner.module.parameters() if one.is_floating_point())}
-    allowed = Tolerance.of(formats).relative
-    merged = {rule.name: _merged(Weighting(rule, micro_batches, sizes), losses) for rule in rules}
-    agreeing = [rule for rule in rules if _agree(merged[rule.name], whole, parts, allowed)]
-    if not agreeing:
+
+    def __init__(
+        self,
+        runner: Runner,
+        tables: Tables,
+        kwargs: "OrderedDict[str, Any]",
+        *,
+        micro_batches: Sequence[Any],
+        sizes: Sequence[int],
+    ) -> None:
+        self._runner, self._tables, self._kwargs = runner, tables, kwargs
+        self._micro_batches, self._sizes = micro_batches, sizes
+
+    def compare(self, rules: Sequence[LossRule]) -> list[LossRule]:
+        """Return the loss rules that give the whole batch's loss, and learn how results merge.
+
+        Losses that are not finite, or missing, say nothing: then all rules are returned.
+
+        Args:
+            rules: The rules to try.
+
+        Raises:
+            SplitError: If no rule does, or the micro-batches write other state than the whole batch.
+        """
+        whole, results = self._whole()
+        runs = [self._runner.without_gradients(self._kwargs, one) for one in self._micro_batches]
+        losses = [loss for loss, _ in runs]
+        parts = [one for one in losses if one is not None]
+        if whole is None or len(parts) < len(losses) or not torch.stack([whole, *parts]).isfinite().all():
+            return list(rules)
+        formats = {
+            whole.dtype,
+            *(one.dtype for one in self._runner.module.parameters() if one.is_floating_point()),
+        }
+        allowed = Tolerance.of(formats).relative
+        weightings = {rule.name: Weighting(rule, self._micro_batches, self._sizes) for rule in rules}
+        merged = {name: _merged(weighting, losses) for name, weighting in weightings.items()}
+        agreeing = [rule for rule in rules if _agree(merged[rule.name], whole, parts, allowed)]
+        if not agreeing:
+            raise self._refusal(whole, merged)
+        if not self._runner.draws_in_eval:
+            self._learn(results, [one for _, one in runs], weightings[agreeing[0].name].weights, tolerance=allowed)
+        return agreeing
+
+    def _whole(self) -> tuple[Tensor | None, Results]:
+        return self._runner.without_gradients(self._kwargs, next(iter(self._kwargs.values())))
+
+    def _learn(self, whole: Results, runs: Sequence[Results], weights: MicroBatchWeights, *, tolerance: float) -> None:
+        """Learn how results merge; refuse written state that no rule merges.
+
+        State that also differs between two equal runs is not refused.
+        """
+        troubles = learn_results(self._tables, whole, runs, weights, tolerance=tolerance)
+        if self._runner.anywhere(bool(troubles)):
+            again = differing(whole.written, self._whole()[1].written)
+            troubles = [path for path in troubles if path not in again]
+        if troubles:
+            raise SplitError(refusal_of_state(type(self._runner.module).__name__, troubles))
+
+    def _refusal(self, whole: Tensor, merged: dict[str, Tensor | None]) -> SplitError:
         found = ", ".join(f"{name}: {float(value):.6g}" for name, value in merged.items() if value is not None)
-        raise SplitError(
-            f"{type(runner.module).__name__} cannot be split exactly: the loss of a batch of {sum(sizes)} rows is {float(whole):.6g}, and that of its "
+        return SplitError(
+            f"{type(self._runner.module).__name__} cannot be split exactly: the loss of a batch of {sum(self._sizes)} rows is {float(whole):.6g}, and that of its "
             f"micro-batches is another ({found}), although fewer rows agreed. Its loss depends on the number of rows. Declare "
             "MicroBatchRules(splittable=False) to run batches whole, or check=False to split all the same.",
             is_for_rules=True,
         )
-    return agreeing
 
 
 def _merged(weighting: Weighting, losses: Sequence[Tensor | None]) -> Tensor | None:

@@ -63,6 +63,12 @@ class SplitRuns:
         terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
         return MicroBatchWeights(self.sizes, terms)
 
+    @property
+    def not_finite(self) -> list[int]:
+        """The rows of each micro-batch whose gradient is not finite."""
+        pairs = zip(self.sizes, self.runs, strict=True)
+        return [size for size, run in pairs if not run.gradient.squares.isfinite().all()]
+
     def shares(self, rule: LossRule) -> list[float]:
         """Return the factor of each micro-batch's loss."""
         if rule.count is not None:

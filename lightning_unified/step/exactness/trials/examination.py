@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import lightning as L
@@ -19,7 +19,7 @@ from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window, windows_over
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.all_rows import rules_of_all_rows
+from lightning_unified.step.exactness.trials.all_rows import AllRows
 from lightning_unified.step.exactness.trials.comparison import Trial
 from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.trials.judge import Judge
@@ -174,7 +174,7 @@ class Examination:
         return replace(found, agreeing=self._rules_of_all_rows(check, found.agreeing))
 
     def require_all_rows(self, check: Check) -> None:
-        """Compare the loss of all rows with that of their micro-batches, without gradients.
+        """Compare loss and results of all rows with their micro-batches', without gradients.
 
         Where the step draws, both are computed with constant draws.
 
@@ -193,14 +193,14 @@ class Examination:
         )
         places = zip(starts_of(sizes), sizes, strict=True)
         parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
-        compared = partial(rules_of_all_rows, self._runner, check.kwargs, parts, sizes, rules)
+        all_rows = AllRows(self._runner, self._tables, check.kwargs, micro_batches=parts, sizes=sizes)
         try:
             with self._group.trial():
-                return compared()
+                return all_rows.compare(rules)
         except SplitError:
             if self._decides_on_host:
                 with suppress(Exception), on_host(self._trainer):
-                    return compared()
+                    return all_rows.compare(rules)
             raise
         except LightningUnifiedError:
             raise

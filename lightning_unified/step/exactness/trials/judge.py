@@ -67,7 +67,12 @@ class Judge:
             not_replayed = comparison.troubles[0] if comparison.troubles else ""
             parameter = self._runner.name_of(best.parameter)
             refusal = refusal_of_gradients(
-                self._whose, trial.rows, differences, parameter=parameter, not_replayed=not_replayed
+                self._whose,
+                trial.rows,
+                differences,
+                parameter=parameter,
+                not_replayed=not_replayed,
+                not_finite=comparison.split.not_finite,
             )
             raise SplitError(refusal + since, is_for_rules=True)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])

@@ -1,6 +1,7 @@
 """Errors of trials and their messages: each names the module, the difference, and the ways out."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from lightning_unified.errors import SplitError
 
@@ -17,7 +18,13 @@ __all__ = [
 
 
 def refusal_of_gradients(
-    whose: str, rows: int, differences: dict[str, float], *, parameter: str, not_replayed: str
+    whose: str,
+    rows: int,
+    differences: dict[str, float],
+    *,
+    parameter: str,
+    not_replayed: str,
+    not_finite: Sequence[int] = (),
 ) -> str:
     """Return the error message for gradients that no loss rule makes agree.
 
@@ -27,8 +34,17 @@ def refusal_of_gradients(
         differences: The relative difference of the gradients under each loss rule, by its name.
         parameter: The parameter with the largest difference.
         not_replayed: Why random draws could not be replayed; empty if they were, or the step draws none.
+        not_finite: The rows of each micro-batch whose gradient is not finite.
     """
-    tried = "; ".join(f"{name}: {one:.1e}" for name, one in differences.items())
+    tried = "; ".join(
+        f"{name}: {one:.1e}" if isfinite(one) else f"{name}: not finite" for name, one in differences.items()
+    )
+    divides = (
+        f" A micro-batch of {_counted(min(not_finite), 'row')} has a gradient that is not finite: the step divides by a number that is 0 there, such as a "
+        "standard deviation of one row, or a count of some rows."
+        if not_finite
+        else ""
+    )
     drawn = (
         f" Its random draws could not be replayed ({not_replayed}), and without them it differs too; draw in prepare or "
         "on_after_batch_transfer, which run once a batch."
@@ -37,11 +53,15 @@ def refusal_of_gradients(
     )
     return (
         f"{whose} cannot be split exactly: the gradient of {rows} rows differs from that of their micro-batches "
-        f"({tried}, relative, at {parameter}).{drawn} The ways out, in MicroBatchRules from "
+        f"({tried}, relative, at {parameter}).{divides}{drawn} The ways out, in MicroBatchRules from "
         "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
         "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
         "each row by itself; splittable=False to run batches whole; check=False to split all the same."
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def refusal_of_existence(whose: str, rows: int, parameter: str, *, is_of_whole: bool) -> str:

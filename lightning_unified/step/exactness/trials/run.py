@@ -30,6 +30,7 @@ from lightning_unified.step.exactness.trials.refusals import (
 )
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
 from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights, used_otherwise
+from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
@@ -158,20 +159,24 @@ class Runner:
             raise refusal_of_writes(type(self.module).__name__, self._named(after))
         return result
 
-    def loss(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> Tensor | None:
-        """Run the step on `batch` without gradients and without dropout, undo it, and return its loss.
+    def without_gradients(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> tuple[Tensor | None, Results]:
+        """Run the step without gradients and dropout, undo it, and return its loss and results.
 
         What the step draws all the same is constant.
         """
-        own = copied(batch)
-        constant = ExitStack()
-        if self.draws_in_eval:
-            constant.enter_context(equal_host_draws(self.module))
-            constant.enter_context(ConstantDraws())
-        undone = Undone(self._trainer, in_eval=draws_or_mixes, state=self._state)
-        with self._precise(), undone, constant, self._group.passes(), torch.no_grad():
-            loss = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own})).closure_loss
-        return None if loss is None else loss.detach()
+        collection, own = self._trainer.fit_loop.epoch_loop._results, copied(batch)
+        draws: DrawMode = ConstantDraws() if self.draws_in_eval else NoDraws(GeneratorWatch(self.device).note)
+        with ExitStack() as stack:
+            if self.draws_in_eval:
+                stack.enter_context(equal_host_draws(self.module))
+            stack.enter_context(self._precise())
+            gather = stack.enter_context(
+                aside(self._trainer, collection, draws, in_eval=draws_or_mixes, state=self._state)
+            )
+            with self._group.passes(), torch.no_grad(), draws:
+                result = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own}))
+            loss = result.closure_loss
+            return None if loss is None else loss.detach(), gather(result.extra)
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
         """Return the error of the step on the whole batch without gradients; None without one.

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.exactness.facts.bends import LossBends
+from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from tests.support.lanes import some
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
@@ -126,6 +126,39 @@ def test_micro_batches_on_two_sides_of_a_bend_are_refused_before_the_update(kind
     assert checks.steps[-1] == 9
 
 
+class Kept(Bent):
+    """Divides by the number of rows with an ordinary cost: in most batches, all rows."""
+
+    def loss(self, out, batch):
+        kept = (batch["cost"] < 4).to(out)
+        return (F.cross_entropy(out, batch["y"], reduction="none") * kept).sum() / kept.sum().clamp(min=1)
+
+
+def test_a_divisor_that_stops_being_the_rows_is_refused_before_the_update(checks):
+    with pytest.raises(SplitError, match="Kept cannot be split exactly"):
+        run(Kept, loader())
+
+    assert checks.steps[-1] == 9
+
+
+class LimitOfSum(Net):
+    """Limits a sum over rows that no micro-batch reaches; the whole batch 9 does."""
+
+    def loss(self, out, batch):
+        losses = 0.1 * F.cross_entropy(out, batch["y"], reduction="none") * batch["cost"]
+        return losses.sum().clamp(max=2.4)
+
+
+def test_a_bend_that_only_the_whole_batch_crosses_is_refused_before_the_update(checks):
+    def cost(batch, row):
+        return {"cost": torch.tensor(4.0 if batch == 9 else 1.0, dtype=torch.float64)}
+
+    with pytest.raises(SplitError, match="LimitOfSum cannot be split exactly"):
+        run(LimitOfSum, batches(number=13, size=8, change=cost))
+
+    assert checks.steps[-1] == 9
+
+
 class Rare(Net):
     """Has 100 classes, the last of which occurs once, in batch 9."""
 
@@ -211,11 +244,32 @@ def bends_of(*losses):
 def test_losses_on_one_side_are_not_mixed_and_those_on_two_sides_are():
     low, high = (torch.tensor(value, requires_grad=True) for value in (0.5, 2.0))
 
-    assert not bends_of(F.relu(low - 1), F.relu(low - 3)).is_mixed
-    assert bends_of(F.relu(low - 1), F.relu(high - 1)).is_mixed
-    assert bends_of(low * 2, high * 3).is_mixed
-    assert not bends_of(low * 2, high * 2).is_mixed
-    assert bends_of(low * 2, high.exp() * 2).is_mixed
+    assert not are_mixed(bends_of(F.relu(low - 1), F.relu(low - 3)).facts())
+    assert are_mixed(bends_of(F.relu(low - 1), F.relu(high - 1)).facts())
+    assert are_mixed(bends_of(low * 2, high * 3).facts())
+    assert not are_mixed(bends_of(low * 2, high * 2).facts())
+    assert are_mixed(bends_of(low * 2, high.exp() * 2).facts())
+
+
+def test_numbers_of_uneven_micro_batches_differ_unless_they_are_their_rows_or_terms():
+    def facts(numbers, counts):
+        bends, value = LossBends(), torch.ones((), requires_grad=True)
+        for number, (rows, terms) in zip(numbers, counts, strict=True):
+            bends.add(value / number, rows=rows, terms=terms)
+        return bends.facts()
+
+    counts = [(3, 9.0), (3, 7.0), (2, 8.0)]
+    by_rows, by_terms = facts([3, 3, 2], counts), facts([9, 7, 8], counts)
+
+    assert by_rows == facts([6, 6, 4], counts) == facts([1 / 3, 1 / 3, 1 / 2], counts)
+    assert len({by_rows, by_terms, facts([3, 2, 2], counts), facts([2, 2, 2], counts)}) == 4
+
+
+def test_other_entries_of_a_vector_on_the_sides_of_a_bend_are_seen():
+    first, second = (torch.tensor(value, requires_grad=True) for value in ([0.5, 2.0], [2.0, 0.5]))
+
+    assert not are_mixed(bends_of(F.relu(first - 1).sum(), F.relu(first - 1.1).sum()).facts())
+    assert are_mixed(bends_of(F.relu(first - 1).sum(), F.relu(second - 1).sum()).facts())
 
 
 def test_the_mixed_rows_are_those_of_the_micro_batch_on_both_sides():
@@ -237,7 +291,7 @@ def test_a_value_that_would_be_computed_again_is_not_read():
     with torch.autograd.graph.saved_tensors_hooks(lambda value: value, unpack):
         loss = F.relu(torch.ones((), requires_grad=True))
 
-    assert not bends_of(loss, loss).is_mixed
+    assert not are_mixed(bends_of(loss, loss).facts())
     assert calls == []
 
 

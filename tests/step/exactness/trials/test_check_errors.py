@@ -223,3 +223,31 @@ def test_a_loss_of_none_for_a_whole_batch_is_no_error():
     assert found(strategy).startswith("rows: gradients of ")
     assert not [event for event in strategy.events if "no rule merges" in event]
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+class Spread(Net):
+    """Takes a standard deviation of the rows, which one row has not."""
+
+    def loss(self, out, batch):
+        return super().loss(out, batch) + out.std(0).mean()
+
+
+def test_a_refusal_names_the_micro_batch_whose_gradient_is_not_finite():
+    with pytest.raises(SplitError, match=r"rows: not finite.*A micro-batch of 1 row has a gradient that is not finite"):
+        run(Spread)
+
+
+class ByFrequency(Net):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 4, scale_grad_by_freq=True)
+
+    def loss(self, out, batch):
+        return super().loss(out + self.embed(torch.arange(len(out))), batch)
+
+
+def test_an_embedding_that_counts_ids_of_the_rows_is_refused_by_name():
+    with pytest.raises(SplitError, match=r"ByFrequency\.embed has scale_grad_by_freq=True"):
+        run(ByFrequency)
+
+    run(ByFrequency, strategy=UnifiedStrategy(micro_batch_size=3, check_split=False))
