@@ -23,7 +23,7 @@ __all__ = ["fits_within"]
 _DEFAULT = AllocatorSettings()
 _UNKNOWN = object()
 _STEP = 1.01  # ratio of two limits that are tried: about the error of a prediction of reserved bytes
-_BELOW = 2  # judgement: steps below the limit; benchmarks/overhead/ranks/sharded_ranks.py ran out of memory in a plan with room 1 % below
+_BELOW = 2  # judgement: steps below the limit; plans with room 1 % below have run out of memory (sharded_ranks.py, compiled_blocks.py)
 
 
 def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFAULT) -> bool:
@@ -32,7 +32,8 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     An allocator at its limit frees its unused blocks and tries again. The moment at which that happens decides how later
     blocks are split, and a few megabytes shift the moment. So a step can succeed within a limit and fail within a slightly
     larger one. If a step meets its limit, it counts as fitting only if it succeeds within every larger limit too, and on CUDA and HIP
-    2 % below. The limits tried are one percent apart and the same for all callers.
+    2 % below. So must a step with expandable segments that comes as near as that to its limit, because predictions of their bytes
+    are too low by 1 % or 2 %; those of recorded CUDA graphs are not. The limits tried are one percent apart and the same for all callers.
 
     Args:
         trace: A step in steady state.
@@ -45,6 +46,8 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     unhindered = allocator_peak(trace, settings=settings).reserved
     found = _reserved_within(trace, limit, settings)
     others = _limits_around(limit, below=_BELOW if trace.backend in ("cuda", "rocm") else 0)
+    if found == unhindered and settings.expandable and not trace.replayed:
+        found = _reserved_within(trace, next(others), settings)
     while found not in (None, unhindered):
         found = _reserved_within(trace, next(others), settings)
     return found is not None

@@ -60,8 +60,9 @@ _ACCUMULATES = "aten.add_.Tensor"
 """Adds a parameter's gradient to that of earlier micro-batches."""
 
 _SUMS = "lightning_unified.add_product.default"
-"""Multiplies matrices and adds to a sum in place. It reads and writes the sum after it has multiplied, not meanwhile.
+"""Multiplies matrices and adds to a sum in place.
 
+It reads and writes the sum after it has multiplied, not meanwhile.
 Source: benchmarks/options/loss/chunked_loss.json, where each further chunk takes 116 µs for a sum of 155 MB.
 """
 

@@ -31,6 +31,7 @@ from lightning_unified.planner.search.step_traces import StepTraces
 __all__ = ["Planner"]
 
 _LEAST_TO_EXPAND = 2**30  # judgement: bytes of which the expandable segments' pages of 20 MiB waste little
+_NEAR = 0.97  # of the limit; steps below always fit
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -42,10 +43,16 @@ class _CorrectedBytes:
     calibration: Calibration | None
 
     def taken(self, trace: Trace, *, limit: int) -> Taken:
-        """Return the bytes that a step takes; at its limit, an allocator first returns cached blocks."""
+        """Return the bytes that a step takes.
+
+        At its limit, an allocator first returns cached blocks. A step just below the limit may not fit either; it counts as one byte above.
+        """
         replayed = allocator_peak(trace, settings=self.allocator)
         reserved = int(replayed.reserved * self._factor(trace))
-        if reserved > limit and self.fit(trace, limit=limit):
+        is_near = self.allocator.expandable and reserved > _NEAR * limit
+        if (reserved > limit or is_near) and not self.fit(trace, limit=limit):
+            reserved = max(reserved, limit + 1)
+        elif reserved > limit:
             reserved = limit
         return Taken(peak_bytes=counted_peak(trace, replayed).bytes, reserved_bytes=reserved)
 
