@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["RenormedRows"]
 
@@ -40,7 +41,9 @@ class RenormedRows:
         return _RENORM(weight, indices, *options)
 
     def wrote(self, parameter: Tensor) -> bool:
-        """Return whether rows of `parameter` are kept."""
+        """Return whether rows of `parameter` are kept; False for shards, whose gathered copies embeddings scale."""
+        if not self._kept or isinstance(parameter, DTensor):
+            return False
         place = parameter.untyped_storage().data_ptr()
         return any(weight.untyped_storage().data_ptr() == place for weight, _, _ in self._kept)
 
