@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 from lightning_unified.errors import HalfUpdatedError
 from lightning_unified.step.loop.closure import ZeroGrad
+from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
-from lightning_unified.step.undo import RenormedRows
 
 __all__ = ["Attempt"]
 

@@ -18,10 +18,11 @@ from torchmetrics import Metric
 
 from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.logs import LogRecorder, inside_hook
 from lightning_unified.step.results.silent_loggers import SilentLoggers
-from lightning_unified.step.undo import TRAINING_STEP, Noted, RenormedRows, StateWatch, roots_of
+from lightning_unified.step.undo import TRAINING_STEP, Noted, StateWatch, roots_of
 
 __all__ = ["Undone", "draws_or_mixes", "gradient_of_step", "owns_dropout", "parameters_of_step", "state_of_step"]
 

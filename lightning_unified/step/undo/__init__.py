@@ -28,7 +28,7 @@ Restored are:
   `optimizers` and `state` (`optimizers`).
 
 Trained parameters, their gradients and otherwise the optimizer's state are recorded elsewhere (`step.recovery`), because they are as large as the
-model. Only the rows that an embedding with `max_norm` scales are kept here (`renormed`).
+model.
 
 Not restored are:
 
@@ -42,7 +42,6 @@ Some changes are seen that cannot be restored, and the run stops with an error t
 wrote for the first time (version counters and checksums show the write), and a draw from a Python generator (a stand-in counts draws).
 """
 
-from lightning_unified.step.undo.renormed import RenormedRows
 from lightning_unified.step.undo.roots import EVALUATION_STEPS, TRAINING_STEP, Roots, roots_of
 from lightning_unified.step.undo.states import Drawn, no_draws
 from lightning_unified.step.undo.watch import BatchWatch, Noted, StateWatch
@@ -53,7 +52,6 @@ __all__ = [
     "BatchWatch",
     "Drawn",
     "Noted",
-    "RenormedRows",
     "Roots",
     "StateWatch",
     "no_draws",

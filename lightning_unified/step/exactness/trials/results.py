@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
 from lightning_unified.step.exactness.draws.replay import DrawMode
+from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
@@ -24,7 +25,7 @@ from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
 from lightning_unified.step.results.written import Written, written_since
 from lightning_unified.step.split.containers import entries_of, with_entries
-from lightning_unified.step.undo import RenormedRows, StateWatch
+from lightning_unified.step.undo import StateWatch
 
 __all__ = ["Results", "aside", "copied", "is_batch_norm"]
 

@@ -32,9 +32,9 @@ from lightning_unified.step.exactness.trials.results import Results, aside, copi
 from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights, used_otherwise
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import is_out_of_memory
+from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
-from lightning_unified.step.undo import RenormedRows
 
 __all__ = ["Run", "Runner"]
 
