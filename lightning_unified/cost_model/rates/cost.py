@@ -280,9 +280,8 @@ class _Costs:
 def _cost(work: Work, rates: Rates, *, backend: str) -> tuple[float, float]:
     """Return the busy seconds of host and device for an operation."""
     dtype = "tf32" if _is_tf32(work, backend) else work.dtype
-    kernel = rates.kernel_seconds(flops=work.flops, moved=work.moved, dtype=dtype)
-    if work.op == _SUMS:
-        kernel = rates.kernel_seconds(flops=work.flops, moved=0, dtype=dtype) + work.moved / rates.bandwidth
+    beside, after = (0, work.moved) if work.op == _SUMS else (work.moved, 0)
+    kernel = rates.kernel_seconds(flops=work.flops, moved=beside, dtype=dtype) + after / rates.bandwidth
     if not isinstance(work, Passes):
         return rates.launch, kernel
     return work.launches * rates.launch, kernel + max(work.kernels - 1, 0) * rates.kernel

@@ -31,7 +31,7 @@ from lightning_unified.planner.search.step_traces import StepTraces
 __all__ = ["Planner"]
 
 _LEAST_TO_EXPAND = 2**30  # judgement: bytes of which the expandable segments' pages of 20 MiB waste little
-_NEAR = 0.97  # of the limit; steps below always fit
+_AMPLE = 0.97  # of the limit: with expandable segments, `fits_within` demands room of 2 % to 3 %
 _ATTEMPTS = 3  # searches; each repetition runs without the lines that misled the one before
 
 
@@ -45,15 +45,15 @@ class _CorrectedBytes:
     def taken(self, trace: Trace, *, limit: int) -> Taken:
         """Return the bytes that a step takes.
 
-        At its limit, an allocator first returns cached blocks. A step just below the limit may not fit either; it counts as one byte above.
+        At its limit, an allocator first returns cached blocks. A step just below the limit that may not fit takes the room too that it lacks.
         """
         replayed = allocator_peak(trace, settings=self.allocator)
         reserved = int(replayed.reserved * self._factor(trace))
-        is_near = self.allocator.expandable and reserved > _NEAR * limit
-        if (reserved > limit or is_near) and not self.fit(trace, limit=limit):
-            reserved = max(reserved, limit + 1)
-        elif reserved > limit:
-            reserved = limit
+        ample = _AMPLE * limit if self.allocator.expandable else limit
+        if reserved > ample and self.fit(trace, limit=limit):
+            reserved = min(reserved, limit)
+        elif ample < reserved <= limit:
+            reserved = int(reserved / _AMPLE) + 1
         return Taken(peak_bytes=counted_peak(trace, replayed).bytes, reserved_bytes=reserved)
 
     def fit(self, trace: Trace, *, limit: int) -> bool:
