@@ -41,7 +41,7 @@ def test_a_step_that_meets_its_limit_needs_two_percent_to_spare(step):
 
 
 @pytest.mark.parametrize(("replayed", "fits"), [((), False), (("net",), True)])
-def test_a_step_with_expandable_segments_needs_room_below_its_limit_unless_it_is_recorded(replayed, fits):
+def test_expandable_segments_need_room_unless_the_step_is_recorded(replayed, fits):
     events = (Take(0, 40 * MIB, "weights"), Work("mm", "forward"), Take(1, 160 * MIB, "activations"), Give(1))
     step = Trace(events=events, rows=1, num_micro_batches=1, backend="cuda", replayed=replayed)
     settings = AllocatorSettings(expandable=True)
