@@ -36,7 +36,7 @@ def collectives(trace):
 
 
 def test_the_predicted_peak_of_a_rank_is_the_counted_one(tmp_path):
-    counted = on_ranks(counted_peak, 2, tmp_path / "memory", size=2, limit_s=150)
+    counted = on_ranks(counted_peak, 2, tmp_path / "memory", size=2)
     guess = lightning_unified.predict(
         Net(), torch.zeros(ROWS, WIDTH), device="cpu", devices=2, strategy="fsdp"
     ).peak_bytes
@@ -47,7 +47,7 @@ def test_the_predicted_peak_of_a_rank_is_the_counted_one(tmp_path):
 @pytest.mark.slow
 def test_the_predicted_peak_of_a_rank_with_compiled_blocks_is_the_counted_one(tmp_path):
     rows = 512  # activations are most of the peak: eager blocks take 15 % more
-    counted = on_ranks(counted_peak, 2, tmp_path / "memory", rows, True, size=2, limit_s=150)
+    counted = on_ranks(counted_peak, 2, tmp_path / "memory", rows, True, size=2)
     module = Net()
     Compilation("blocks").begin(module)
     with fake_group(2):

@@ -22,7 +22,7 @@ def alone():
 
 
 def chunked(hold, kind, *, micro_batch_size="auto", keeps=False):
-    return on_ranks(causal_lms.chunked, hold, kind, micro_batch_size, keeps, limit_s=120)
+    return on_ranks(causal_lms.chunked, hold, kind, micro_batch_size, keeps)
 
 
 def assert_alike(fits, other):

@@ -21,7 +21,7 @@ def alone():
 
 @cache
 def ranks(hold):
-    return on_ranks(compiled.fits, hold, *NAMES, limit_s=120)
+    return on_ranks(compiled.fits, hold, *NAMES)
 
 
 @both
@@ -50,7 +50,7 @@ def test_compiled_blocks_are_planned(hold):
 
 @both
 def test_blocks_that_the_user_compiled_train_and_are_planned(hold):
-    for fit in on_ranks(compiled.by_user, hold, limit_s=120):
+    for fit in on_ranks(compiled.by_user, hold):
         torch.testing.assert_close(fit["weights"], alone(), rtol=0, atol=1e-10)
         assert fit["plan"].prediction is not None
 

@@ -26,7 +26,7 @@ def planned(hold):
     sizes = {size: prediction.reserved_bytes for size, prediction in needed(hold).items()}
     whole = (sizes[ROWS, 0] + sizes[ROWS, "all"]) // 2
     half = (sizes[ROWS // 2, "all"] + min(sizes[ROWS, "all"], sizes[ROWS // 2, 0])) // 2
-    return on_ranks(planned_shards.planned, hold, whole, half, limit_s=150)
+    return on_ranks(planned_shards.planned, hold, whole, half)
 
 
 @cache
