@@ -23,12 +23,14 @@ class Continuation:
     """Save and restore random states of all ranks, and gradients of an open window.
 
     The time of restoring depends on where the states were saved. After an epoch's last batch, the iterator of the next epoch's
-    loader draws next, so the states are restored before Lightning creates it. Inside an epoch, only the resumed run creates an
-    iterator, so the states are restored after it, at the first batch.
+    loader draws next, so the states are restored before Lightning creates it. A file of the validation after that batch makes
+    Lightning create an iterator for the old epoch first, so they are restored again after it. Inside an epoch, only the resumed
+    run creates an iterator, so the states are restored after it, at the first batch.
     """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+        self._at_epochs_end: dict[str, Any] | None = None
         self._resumes = False
         self._skips_validation = False
         self._limit: int | float | None = None
@@ -68,16 +70,17 @@ class Continuation:
 
     def forget(self) -> None:
         """Drop loaded state that no training used (`validate`, then `fit` from new weights)."""
-        self._loaded, self._resumes, self._skips_validation = None, False, False
+        self._loaded = self._at_epochs_end = None
+        self._resumes = self._skips_validation = False
 
     def before_loaders(self, trainer: Trainer) -> None:
         """Restore random states that were saved at an epoch's end."""
         if self._loaded is not None and self._loaded["epoch_is_over"]:
             self._restore_random(trainer, self._loaded)
-            self._loaded = None
+            self._at_epochs_end, self._loaded = self._loaded, None
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Skip the loader of a cancelled validation, and begin a resumed epoch in full.
+        """Skip the loader of a cancelled validation, begin a resumed epoch in full, and restore its random states.
 
         Otherwise Lightning would create an iterator only to count that validation as done.
         At an epoch's end Lightning skips the validation itself; without a due validation it would train another batch in the old epoch.
@@ -85,6 +88,9 @@ class Continuation:
         if self._skips_validation and not resumes_after_an_epochs_last_batch(trainer):
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
         self._skips_validation = False
+        if self._at_epochs_end is not None and resumes_after_an_epochs_last_batch(trainer):
+            self._restore_random(trainer, self._at_epochs_end)
+        self._at_epochs_end = None
         if self._resumes:
             begin_epoch_after_resume(trainer)
 

@@ -198,6 +198,20 @@ def test_a_plain_shuffling_loader_goes_on_at_the_epochs_end(small_run, tmp_path)
     assert small_run.same_weights(straight, resumed)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_file_of_an_epochs_last_validation_leads_to_the_same_weights(small_run, tmp_path, shuffle):
+    def fit(folder, **options):
+        rows = torch.randn(20, 6, generator=torch.Generator().manual_seed(7))
+        loader = DataLoader(TensorDataset(rows, rows[:, :1]), batch_size=4, shuffle=shuffle)
+        own = RunCheckpoint(tmp_path / folder, every_n_steps=5)
+        return small_run.fit(tmp_path, callbacks=[own], loader=loader, **options)[0]
+
+    straight, last = fit("a"), tmp_path / "a/step_000005.ckpt"
+
+    assert torch.load(last)["lightning_unified.continuation"]["epoch_is_over"]
+    assert small_run.same_weights(straight, fit("b", seed=99, resume=last))
+
+
 def test_python_and_numpy_random_streams_go_on(small_run, tmp_path):
     import random
 
