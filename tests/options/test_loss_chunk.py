@@ -15,6 +15,7 @@ from lightning_unified.options.loss_chunk import chunk_choices, chunk_of, offers
 transformers = pytest.importorskip("transformers")
 
 from tests.support.causal_lms import VOCABULARY, causal_lm  # noqa: E402
+from tests.support.lanes import slow  # noqa: E402
 from tests.support.modules.decoders import CLASSES, Decoder  # noqa: E402
 
 
@@ -223,7 +224,7 @@ def test_a_module_of_the_users_own_trains_in_chunks_as_in_lightning(form):
 
 
 @pytest.mark.parametrize("form", ["linear", "transposed"])
-def test_a_plan_counts_and_chooses_the_chunk_of_a_users_own_module(form):
+def test_a_prediction_counts_the_chunk_of_a_users_own_module(form):
     module, batch = Foreign(form), torch.zeros(16, 129, dtype=torch.long)
     logits = 16 * 128 * CLASSES * 4
     whole, chunked = (
@@ -232,6 +233,10 @@ def test_a_plan_counts_and_chooses_the_chunk_of_a_users_own_module(form):
     )
     assert whole - chunked > 1.5 * logits
 
+
+@pytest.mark.parametrize("form", [slow("linear"), slow("transposed")])
+def test_a_plan_chooses_the_chunk_of_a_users_own_module(form):
+    module, batch = Foreign(form), torch.zeros(16, 129, dtype=torch.long)
     settings = {"budget": "36MiB", "device": "mps", "rates": tabled_rates("m2-16gb")}
     chosen, never = (plan(module, batch, loss_chunk=asked, **settings) for asked in ("auto", False))
     assert (chosen.loss_chunk, chosen.micro_batch_size, never.micro_batch_size) == (128, 16, 1)

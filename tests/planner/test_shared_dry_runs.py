@@ -89,7 +89,7 @@ class OffersChunk(Stack):
         )
 
 
-@pytest.mark.parametrize("chunks", [(2, None, None), (2, 1, 1, None, None), (None, 2, 2, None)])
+@pytest.mark.parametrize("chunks", [(2, None, None), slow((2, 1, 1, None, None)), slow((None, 2, 2, None))])
 def test_each_loss_chunk_is_traced_as_alone_whatever_came_before(chunks, counted):
     module, batch = OffersChunk(), OffersChunk.batch(4)
     traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))

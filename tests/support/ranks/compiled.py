@@ -11,7 +11,9 @@ from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.nn.compiled import compiled_parts
 from tests.support.ranks.planned_runs import for_certain
 from tests.support.ranks.shard_faults import Fails, local_rank
-from tests.support.ranks.sharded import Deep, trained
+from tests.support.ranks.sharded import FEW, Deep, trained
+
+SETTINGS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1, "module": {"rows": FEW}}
 
 
 class CompiledByUser(Deep):
@@ -51,7 +53,7 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
     strategy = UnifiedFSDPStrategy(hold=hold, compile="blocks", **options)
     events = [Fails("backward")] if name == "failing" else []
     with mock.patch("lightning_unified.options.compilation.Compiler", return_value=graphs):
-        fit = trained(strategy, *events, ranks=2, rank=local_rank(), kind=Latest, max_epochs=1)
+        fit = trained(strategy, *events, ranks=2, rank=local_rank(), kind=Latest, **SETTINGS)
     fit |= {"graphs": graphs.frame_count, "breaks": dict(counters["graph_break"])}
     return {**fit, "plan": strategy.plan, "left": list(compiled_parts(Latest.latest))}
 
@@ -59,7 +61,7 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
 def by_user(hold: Any) -> dict[str, Any]:
     for_certain()
     strategy = UnifiedFSDPStrategy(hold=hold)
-    fit = trained(strategy, ranks=2, rank=local_rank(), kind=CompiledByUser, max_epochs=1)
+    fit = trained(strategy, ranks=2, rank=local_rank(), kind=CompiledByUser, **SETTINGS)
     return {**fit, "plan": strategy.plan}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from lightning_unified import RunCheckpoint, UnifiedFSDPStrategy
 from lightning_unified.step.sharding import rows, saving
 from tests.support.ranks.modules import TEXT
-from tests.support.ranks.sharded import Fails, local_rank, trained
+from tests.support.ranks.sharded import FEW, Fails, local_rank, trained
 
 HOLDS = {"parameters": {"hold": "parameters"}, "shards": {"hold": "shards"}}
 
@@ -28,7 +28,7 @@ def resumed(size: int, folder: str, arguments: dict[str, Any]) -> dict[str, dict
     def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
         strategy = UnifiedFSDPStrategy(**arguments)
         own = run_checkpoint(f"{folder}/{name}")
-        options |= {"module": {"drop": 0.3}}
+        options |= {"module": {"drop": 0.3, "rows": FEW}}
         return trained(strategy, own, *callbacks, ranks=size, rank=local_rank(), enable_checkpointing=True, **options)
 
     straight = run("straight", Fails("backward", batch=1), max_epochs=2)

@@ -156,6 +156,7 @@ KINDS = {
     "draws on first": DrawsOnFirst,
     "fails on second": FailsOnSecond,
 }
+VALIDATED = {"contrastive validation", "wrapped"}
 
 
 class CountsChecks(L.Callback):
@@ -180,8 +181,9 @@ def run(name: str, rows: Any = 1, **arguments: Any) -> dict[str, Any]:
     """Return the fit of a module and the number of its checks, or its refusal."""
     checks = CountsChecks()
     strategy = UnifiedFSDPStrategy(hold="shards", micro_batch_size=rows, evaluation_micro_batch_size=rows, **arguments)
+    settings = {**SETTINGS["plain"], "limit_val_batches": 1.0 if name in VALIDATED else 0}
     try:
-        fits = trained(strategy, checks, ranks=2, rank=local_rank(), kind=KINDS[name], **SETTINGS["plain"])
+        fits = trained(strategy, checks, ranks=2, rank=local_rank(), kind=KINDS[name], **settings)
     except LightningUnifiedError as error:
         return {"refused": f"{type(error).__name__}: {error}", "checks": checks.count}
     return {**fits, "checks": checks.count, "rows seen": checks.rows_seen}
@@ -200,7 +202,7 @@ def windows_by_terms(*rows: Any) -> list[list[torch.Tensor]]:
                 ranks=2,
                 rank=local_rank(),
                 kind=Unscored,
-                **{**SETTINGS["clipped windows"], "module": {"rows": 40}},
+                **{**SETTINGS["clipped windows"], "module": {"rows": 40}, "limit_val_batches": 0},
             )["weights"]
             for hold in ("parameters", "shards")
         ]

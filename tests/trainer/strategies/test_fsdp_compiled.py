@@ -8,6 +8,7 @@ import torch
 from tests.support.lanes import slow
 from tests.support.ranks import compiled
 from tests.support.ranks.processes import on_ranks
+from tests.support.ranks.sharded import FEW
 from tests.support.ranks.sharded import alone as whole_fit
 
 both = pytest.mark.parametrize("hold", ["shards", slow("parameters")])
@@ -16,7 +17,7 @@ NAMES = ("planned", "split", "failing")
 
 @cache
 def alone():
-    return whole_fit("plain")["weights"]
+    return whole_fit("plain", module={"rows": FEW})["weights"]
 
 
 @cache
@@ -48,7 +49,8 @@ def test_compiled_blocks_are_planned(hold):
         assert plan.prediction is not None
 
 
-@both
+@pytest.mark.slow
+@pytest.mark.parametrize("hold", ["shards", "parameters"])
 def test_blocks_that_the_user_compiled_train_and_are_planned(hold):
     for fit in on_ranks(compiled.by_user, hold):
         torch.testing.assert_close(fit["weights"], alone(), rtol=0, atol=1e-10)
