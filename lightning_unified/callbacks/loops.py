@@ -73,7 +73,8 @@ def begin_epoch_after_resume(trainer: Trainer) -> None:
     """Begin the next epoch in full after a resume from an epoch's last batch.
 
     Call it in `on_train_start`. Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not
-    called, the epoch is not counted as begun, and a file written in it is resumed at the epoch's first batch.
+    called, the epoch is not counted as begun, and a file written in it is resumed at the epoch's first batch. If it would validate
+    every few batches or every few epochs, it also creates an iterator of the validation loader, which draws a number.
     """
     loop = trainer.fit_loop
     if (
@@ -82,6 +83,7 @@ def begin_epoch_after_resume(trainer: Trainer) -> None:
         and loop.epoch_loop.batch_progress.is_last_batch
     ):
         loop.reset_restart_stage()
+        loop.epoch_loop.restarting = False
 
 
 def validation_is_due(trainer: Trainer) -> bool:

@@ -199,12 +199,17 @@ def test_a_plain_shuffling_loader_goes_on_at_the_epochs_end(small_run, tmp_path)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_file_of_an_epochs_last_validation_leads_to_the_same_weights(small_run, tmp_path, shuffle):
+@pytest.mark.parametrize(
+    "validations",
+    [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 2}, {"val_check_interval": 0.4}, VALIDATE_EVERY_2],
+    ids=str,
+)
+def test_a_file_of_an_epochs_last_batch_leads_to_the_same_weights(small_run, tmp_path, validations, shuffle):
     def fit(folder, **options):
         rows = torch.randn(20, 6, generator=torch.Generator().manual_seed(7))
         loader = DataLoader(TensorDataset(rows, rows[:, :1]), batch_size=4, shuffle=shuffle)
         own = RunCheckpoint(tmp_path / folder, every_n_steps=5)
-        return small_run.fit(tmp_path, callbacks=[own], loader=loader, **options)[0]
+        return small_run.fit(tmp_path, callbacks=[own], loader=loader, **validations, **options)[0]
 
     straight, last = fit("a"), tmp_path / "a/step_000005.ckpt"
 
