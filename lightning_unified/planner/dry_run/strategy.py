@@ -138,9 +138,9 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         return loss
 
     @override
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool) -> Tensor:
         self._recorder.backward_begins()
-        scaled = super().backward_micro_batch(loss, optimizer, share)
+        scaled = super().backward_micro_batch(loss, optimizer, share, first)
         self._backward_ends()
         return scaled
 

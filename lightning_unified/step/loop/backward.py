@@ -22,8 +22,9 @@ class MicroBatchBackward(Strategy):
     """Splits `Strategy.backward`: micro-batches' backward passes, then the hooks after them."""
 
     policy: MemoryPolicy
+    _batchs_parameters: tuple[Tensor, ...] = ()
 
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward pass, without the hooks that follow the batch's last.
 
         `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss. If they log it, the mean of
@@ -31,18 +32,27 @@ class MicroBatchBackward(Strategy):
 
         If the module's own code may write gradients during the backward pass, it finds those of this micro-batch alone, as in the
         exactness check. They are multiplied by the share and added to the others afterwards.
+
+        Args:
+            loss: The micro-batch's loss.
+            optimizer: The optimizer that steps after the batch.
+            share: The factor of the loss; None if the loss is already its share.
+            first: Whether it is the batch's first backward pass. The module's parameters are then listed anew, as each walk through
+                a deep module takes about as long as the launches of a block.
         """
         assert self.lightning_module is not None
+        if first:
+            self._batchs_parameters = tuple(self.lightning_module.parameters())
         self.policy.caches.sample()
         self.pre_backward(loss)
         # no hook sees the loss of a micro-batch without loss terms
         scaled = loss if share == 0 else self.precision_plugin.pre_backward(loss, self.lightning_module)
-        alone = _writes_gradients(self.lightning_module)
+        alone = share is not None and _writes_gradients(self.lightning_module, self._batchs_parameters)
         if share is not None and not alone:
             scaled = _Share.apply(scaled, share)
         with (
             inside_hook(self.lightning_module, "backward"),
-            _added_after(self.lightning_module.parameters(), share) if alone and share is not None else nullcontext(),
+            _added_after(self._batchs_parameters, share) if alone and share is not None else nullcontext(),
         ):
             self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
         return scaled
@@ -53,10 +63,10 @@ class MicroBatchBackward(Strategy):
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 
 
-def _writes_gradients(module: L.LightningModule) -> bool:
-    """Return whether code of the module may write `.grad` during the backward pass."""
-    hooks = (getattr(one, "_post_accumulate_grad_hooks", None) or {} for one in module.parameters())
-    hooked = any(not getattr(hook, "leaves_gradients", False) for own in hooks for hook in own.values())
+def _writes_gradients(module: L.LightningModule, parameters: Iterable[Tensor]) -> bool:
+    """Return whether code of the module may write `.grad` of its parameters during the backward pass."""
+    hooks = (one._post_accumulate_grad_hooks for one in parameters)
+    hooked = any(not getattr(hook, "leaves_gradients", False) for own in hooks if own for hook in own.values())
     return hooked or is_overridden("backward", module)
 
 

@@ -225,7 +225,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._attempt.gradients.hold()
         if self._window is not None:
             share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
-        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share)
+        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share, first)
         self._phase = "forward"
         return scaled
 
