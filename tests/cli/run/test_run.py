@@ -79,6 +79,12 @@ def test_a_run_keeps_its_contract(done, tmp_path):
         assert text in done.out
 
 
+def damage(file):
+    """Replace a file; it may share its bytes with others by hard links."""
+    file.unlink()
+    file.write_bytes(b"no checkpoint")
+
+
 @pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(command, tiny, tmp_path):
     steady = ("model.schedule=constant", *tiny)
@@ -103,13 +109,15 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(command, 
     assert again.code == 2
     assert "already done its 6 steps; add trainer.max_steps=12" in again.err
 
-    (tmp_path / "parts/checkpoints/last.ckpt").write_bytes(b"no checkpoint")
+    files = tmp_path / "parts/checkpoints"
+    damage(files / "last.ckpt")
     broken = command("resume=parts", "trainer.max_steps=9")
     assert broken.code == 1
     assert "last.ckpt cannot be read" in broken.err
     assert "copy best.ckpt over it" in broken.err
 
-    (tmp_path / "parts/checkpoints/best.ckpt").write_bytes(b"no checkpoint either")
+    for file in files.glob("*.ckpt"):
+        damage(file)
     lost = command("resume=parts", "trainer.max_steps=9")
     assert "no other checkpoint beside it can be read" in lost.err
 

@@ -65,7 +65,7 @@ def test_a_resumed_run_stays_on_the_simulated_machine(command, tiny, tmp_path):
         slow(("simulate=m2-16",), "simulate=m2-16 is not a known machine; did you mean m2-16gb?"),
         (("simulate=m2-16gb", "memory.compile=blocks"), "compiled code takes memory where it cannot be counted"),
         (("simulate=m2-16gb", "trainer.strategy=auto"), "only the unified strategy runs on a simulated machine"),
-        slow(("simulate=m2-16gb", "memory=large"), "a budget of 28.00 GiB is above the pool of mps, 11.84 GiB"),
+        slow(("simulate=m2-16gb", "memory.budget=28GiB"), "a budget of 28.00 GiB is above the pool of mps, 11.84 GiB"),
     ],
 )
 def test_what_contradicts_the_simulated_machine_is_refused(command, overrides, message, tmp_path):
