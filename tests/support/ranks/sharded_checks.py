@@ -13,7 +13,7 @@ from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.trials.run import Runner
 from tests.support.ranks.modules import TEXT
 from tests.support.ranks.shard_faults import local_rank
-from tests.support.ranks.sharded import SETTINGS, Deep, trained
+from tests.support.ranks.sharded import FEW, SETTINGS, Deep, trained
 
 
 class Scored(Deep):
@@ -115,11 +115,11 @@ class ContrastiveAtTimes(Contrastive):
     def _loader(self):
         loader = super()._loader()
         if self.part[0] == 1:
-            loader.dataset[14]["tokens"] = torch.zeros(5, dtype=torch.long)
+            loader.dataset[10]["tokens"] = torch.zeros(5, dtype=torch.long)
         else:
             for row in loader.dataset:
                 row["tokens"][0] = 1
-        for row in loader.dataset[:14]:
+        for row in loader.dataset[:10]:
             row["tokens"][0] = 1
         return loader
 
@@ -181,7 +181,7 @@ def run(name: str, rows: Any = 1, **arguments: Any) -> dict[str, Any]:
     """Return the fit of a module and the number of its checks, or its refusal."""
     checks = CountsChecks()
     strategy = UnifiedFSDPStrategy(hold="shards", micro_batch_size=rows, evaluation_micro_batch_size=rows, **arguments)
-    settings = {**SETTINGS["plain"], "limit_val_batches": 1.0 if name in VALIDATED else 0}
+    settings = {**SETTINGS["plain"], "limit_val_batches": 1.0 if name in VALIDATED else 0, "module": {"rows": FEW}}
     try:
         fits = trained(strategy, checks, ranks=2, rank=local_rank(), kind=KINDS[name], **settings)
     except LightningUnifiedError as error:
@@ -202,7 +202,7 @@ def windows_by_terms(*rows: Any) -> list[list[torch.Tensor]]:
                 ranks=2,
                 rank=local_rank(),
                 kind=Unscored,
-                **{**SETTINGS["clipped windows"], "module": {"rows": 40}, "limit_val_batches": 0},
+                **{**SETTINGS["clipped windows"], "module": {"rows": FEW}, "limit_val_batches": 0},
             )["weights"]
             for hold in ("parameters", "shards")
         ]
