@@ -1,6 +1,6 @@
 """Find parameters that a step writes, freezes or unfreezes after it has used them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +19,8 @@ class UsedWeights:
 
     A whole batch's step writes them once, after its forward pass: weight clipping, a projection, an optimizer in a gradient hook that writes
     `.data`. A split batch would compute its later micro-batches with the written weights. Writes before a layer's forward pass, such as a
-    normalization of prototypes, are the same for each micro-batch if they do nothing the second time.
+    normalization of prototypes, are the same for each micro-batch if they do nothing the second time. So is a change for one pass that the
+    step takes back: a reference's weights in place of the policy's, a discriminator that is frozen while the generator trains.
 
     Args:
         module: The module whose step runs.
@@ -31,8 +32,14 @@ class UsedWeights:
         self._handles: list[Any] = []
         self._used: dict[nn.Module, tuple[list[Tensor], list[float]]] = {}
         self._trained: dict[nn.Module, list[bool]] = {}
+        self._switches_before: dict[int, bool] = {}
+        self._norms_before: dict[int, float] = {}
 
     def __enter__(self) -> Self:
+        self._switches_before = {id(one): one.requires_grad for one in self._module.parameters()}
+        with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
+            own = list(filter(_is_trained, self._module.parameters())) if self._is_whole else []
+            self._norms_before = dict(zip(map(id, own), _norms(own), strict=True))
         for layer in self._module.modules():
             # an embedding with max_norm writes in each pass, and TorchScript takes no hooks
             if _own(layer) and not getattr(layer, "max_norm", None) and not isinstance(layer, torch.jit.ScriptModule):
@@ -55,18 +62,21 @@ class UsedWeights:
 
     @property
     def switched(self) -> Tensor | None:
-        """A parameter that was frozen or unfrozen since; None without one."""
+        """A parameter that was frozen or unfrozen since, for longer than the step; None without one."""
         for layer, before in self._trained.items():
             for parameter, was in zip(_own(layer), before, strict=False):
-                if parameter.requires_grad != was:
+                if parameter.requires_grad not in (was, self._switches_before.get(id(parameter))):
                     return parameter
         return None
 
     @property
     def written(self) -> Tensor | None:
-        """A parameter that was written since; None without one."""
-        changed = (_first_changed(own, before) for own, before in self._used.values())
-        return next((one for one in changed if one is not None), None)
+        """A parameter that was written since, for longer than the step; None without one."""
+        changed = [one for own, before in self._used.values() for one in _changed(own, before)]
+        unknown = [one for one in changed if id(one) not in self._norms_before]
+        known = [one for one in changed if id(one) in self._norms_before]
+        lasting = _changed(known, [self._norms_before[id(one)] for one in known])
+        return next(iter([*lasting, *unknown]), None)
 
 
 class NotedShards:
@@ -85,7 +95,7 @@ class NotedShards:
     @property
     def written(self) -> Tensor | None:
         """A parameter that was written since; None without one."""
-        return _first_changed(self._own, self._before)
+        return next(_changed(self._own, self._before), None)
 
 
 def used_otherwise(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor | None:
@@ -110,13 +120,13 @@ def used_otherwise(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor | None:
     return None
 
 
-def _first_changed(parameters: Sequence[Tensor], before: Sequence[float]) -> Tensor | None:
+def _changed(parameters: Sequence[Tensor], before: Sequence[float]) -> Iterator[Tensor]:
+    """Yield the parameters whose norms are no longer those of `before`."""
     now = _norms([_rows(one) for one in parameters])
     for parameter, was, norm in zip(parameters, before, now, strict=True):
         eps = torch.finfo(torch.float64 if parameter.dtype == torch.float64 else torch.float32).eps
         if abs(norm - was) > _ROUNDING * eps * max(abs(was), abs(norm)):
-            return parameter
-    return None
+            yield parameter
 
 
 def _rows(parameter: Tensor) -> Tensor:
@@ -129,7 +139,11 @@ def _own(layer: nn.Module) -> list[Tensor]:
 
 
 def _trained(layer: nn.Module) -> list[Tensor]:
-    return [one for one in _own(layer) if one.requires_grad and not one.is_meta and one.numel()]
+    return list(filter(_is_trained, _own(layer)))
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad and not parameter.is_meta and bool(parameter.numel())
 
 
 def _norms(parameters: Sequence[Tensor]) -> list[float]:

@@ -6,6 +6,7 @@ Otherwise the split is refused, with the path.
 import itertools
 import random
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -181,7 +182,46 @@ class FunctionalCall(Writes):
         return torch.nn.functional.cross_entropy(torch.func.functional_call(self.net, fast, batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("kind", [NormalizesBefore, FunctionalCall])
+class FreezesForAPass(Writes):
+    """Freezes a layer for a first pass, and unfreezes it."""
+
+    def training_step(self, batch, batch_idx):
+        with self.otherwise():
+            target = self.net(batch["x"]).detach()
+        return torch.nn.functional.cross_entropy(self.net(batch["x"]) + 0.1 * target, batch["y"])
+
+    @contextmanager
+    def otherwise(self):
+        self.net[0].requires_grad_(requires_grad=False)
+        yield
+        self.net[0].requires_grad_(requires_grad=True)
+
+
+class WritesForAPass(FreezesForAPass):
+    """Puts a reference's values into its parameters for a first pass."""
+
+    @contextmanager
+    def otherwise(self):
+        own = [parameter.data for parameter in self.net.parameters()]
+        for parameter in self.net.parameters():
+            parameter.data = torch.full_like(parameter, 0.1)
+        yield
+        for parameter, data in zip(self.net.parameters(), own, strict=True):
+            parameter.data = data
+
+
+class SwapsForAPass(FreezesForAPass):
+    """Puts a reference's parameters in the place of its own for a first pass."""
+
+    @contextmanager
+    def otherwise(self):
+        own = self.net[0].weight
+        self.net[0].weight = torch.nn.Parameter(torch.full_like(own, 0.1), requires_grad=False)
+        yield
+        self.net[0].weight = own
+
+
+@pytest.mark.parametrize("kind", [NormalizesBefore, FunctionalCall, FreezesForAPass, WritesForAPass, SwapsForAPass])
 def test_parameters_that_are_written_before_their_use_train_as_with_whole_batches(kind):
     whole, _ = run(kind, "auto")
     split, _ = run(kind, UnifiedStrategy(micro_batch_size=3))
