@@ -36,7 +36,7 @@ MISTAKES = {
     ),
     "a seed in words": (["seed=abc"], r"seed=abc: it is a whole number from 0"),
     "a negative seed": (["seed=-1"], r"seed=-1: it is a whole number from 0"),
-    "loader workers in words": (["hardware.num_workers=lots"], r"hardware\.num_workers='lots' is not a count"),
+    "loader workers in words": (["hardware.num_workers=lots"], r"hardware\.num_workers='lots' is not a valid count"),
     "a misspelt group": (["memry=small"], r"memry: there is no such key; did you mean memory\?"),
     "a misspelt key": (
         ["trainer.max_stepz=3"],
@@ -70,7 +70,7 @@ MISTAKES = {
     "files that are not there": (["data=files", "data.path=nowhere.jsonl"], r"nowhere\.jsonl"),
     "resuming from nothing": (["resume=nowhere"], r"resume=nowhere: there is no such directory"),
     "resuming from another folder": (["resume=."], r"not a run directory \(it has no config\.yaml\)"),
-    "resuming a sweep": (["-m", "resume=.", "seed=1,2"], r"resume continues one run; leave out -m"),
+    "resuming a sweep": (["-m", "resume=.", "seed=1,2"], r"not the directory of a sweep \(it has no multirun\.yaml\)"),
 }
 
 
