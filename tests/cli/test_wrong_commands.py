@@ -78,7 +78,7 @@ TRAIN = {
     "a file without a path": (("data=files",), r"data\.source=files needs data\.path"),
     "lines that are not JSON": (("data=files", "data.path=broken.jsonl"), r"broken\.jsonl:1: not JSON"),
     "an empty file": (("data=files", "data.path=empty.jsonl"), r"empty\.jsonl is empty"),
-    "a table that is not there": ((*CSV, "data.path=none.csv"), r"none\.csv does not exist; give a \.csv"),
+    "a table that is not there": ((*CSV, "data.path=none.csv"), r"data\.path=none\.csv does not exist; give a \.csv"),
     "a table without rows": ((*CSV, "data.path=empty.csv"), r"empty\.csv"),
     "a checkpoint to resume": (("resume=broken.ckpt",), r"resume=broken\.ckpt: that is a file; give a run directory"),
     "a run without its files": (("resume=folder",), "resume=folder: not a run directory"),

@@ -23,7 +23,7 @@ from lightning_unified.models.commands import add_device, command_parser, run_co
 
 __all__ = ["main"]
 
-_FLAGS = Settings(text="--field ", label="--label-field ", encoding="--encoding ")
+_FLAGS = Settings(path="", text="--field ", label="--label-field ", encoding="--encoding ")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ class Settings:
     Messages use it.
     """
 
+    path: str = "data.path="
     text: str = "data.text_column="
     label: str = "data.label_column="
     encoding: str = "data.encoding="

@@ -36,7 +36,9 @@ def read(path: Path, form: FileFormat | None = None) -> list[LabelledText]:
     """
     given = form or FileFormat()
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; give a .csv, .tsv or .jsonl file, or a folder of classes.")
+        raise FileNotFoundError(
+            f"{given.settings.path}{path} does not exist; give a .csv, .tsv or .jsonl file, or a folder of classes."
+        )
     if path.is_dir():
         return _folder(path, given)
     texts = [_labelled(row, given, where=where) for where, row in rows_in(path, given)]
