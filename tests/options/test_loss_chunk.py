@@ -15,7 +15,6 @@ from lightning_unified.options.loss_chunk import chunk_choices, chunk_of, offers
 transformers = pytest.importorskip("transformers")
 
 from tests.support.causal_lms import VOCABULARY, causal_lm  # noqa: E402
-from tests.support.lanes import slow  # noqa: E402
 from tests.support.modules.decoders import CLASSES, Decoder  # noqa: E402
 
 
@@ -234,7 +233,8 @@ def test_a_prediction_counts_the_chunk_of_a_users_own_module(form):
     assert whole - chunked > 1.5 * logits
 
 
-@pytest.mark.parametrize("form", [slow("linear"), slow("transposed")])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["linear", "transposed"])
 def test_a_plan_chooses_the_chunk_of_a_users_own_module(form):
     module, batch = Foreign(form), torch.zeros(16, 129, dtype=torch.long)
     settings = {"budget": "36MiB", "device": "mps", "rates": tabled_rates("m2-16gb")}

@@ -73,10 +73,8 @@ class UsedWeights:
     def written(self) -> Tensor | None:
         """A parameter that was written since, for longer than the step; None without one."""
         changed = [one for own, before in self._used.values() for one in _changed(own, before)]
-        unknown = [one for one in changed if id(one) not in self._norms_before]
-        known = [one for one in changed if id(one) in self._norms_before]
-        lasting = _changed(known, [self._norms_before[id(one)] for one in known])
-        return next(iter([*lasting, *unknown]), None)
+        # no norm is -1: a parameter whose norm before the step is unknown has changed
+        return next(_changed(changed, [self._norms_before.get(id(one), -1.0) for one in changed]), None)
 
 
 class NotedShards:
