@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_unified import predict
 from lightning_unified.planner.fake.compiled.kernels import kernels_of
-from lightning_unified.planner.fake.compiled.order import ordered
+from lightning_unified.planner.fake.compiled.order import memory_kept, ordered
 
 SIZE = 8
 
@@ -58,6 +58,52 @@ def test_the_kernel_that_frees_most_runs_first():
 
     order = kernels(wide, 2)
     assert order.index(["sum_1"]) < order.index(["mm_1"])  # the first product ends before the second begins
+
+
+def test_a_result_of_many_tensors_with_two_uses_is_stored():
+    def summed(a, b, c, d, e, weight):
+        total = a + b + c + d + e
+        return torch.exp(total) @ weight, torch.sin(total) @ weight
+
+    def few(a, b, weight):
+        total = a + b
+        return torch.exp(total) @ weight, torch.sin(total) @ weight
+
+    assert any("add_3" in kernel for kernel in kernels(summed, 6))
+    assert not any("add" in kernel for kernel in kernels(few, 3))
+
+
+def kept(function, count):
+    """Return the names of tensors whose memory is kept, with the results that take it."""
+    graph = make_fx(function, tracing_mode="fake")(*(torch.ones(SIZE, SIZE) for _ in range(count))).graph
+    found, returned = kernels_of(graph)
+    order = ordered(found, returned)
+    last = {one: at for at, kernel in enumerate(order) for one in (*kernel.sources, *kernel.results)}
+    ends = [[one for one, end in last.items() if end == at and one not in returned] for at in range(len(order))]
+    return {one.name: result.name for one, result in memory_kept(order, returned, ends=ends).items()}
+
+
+def test_memory_is_kept_for_a_later_result_of_its_size():
+    def chained(a, weight):
+        return (((a @ weight) @ weight) @ weight) @ weight
+
+    assert kept(chained, 2) == {"mm": "mm_2", "mm_1": "mm_3"}
+
+
+def test_memory_is_not_kept_where_the_peak_would_rise():
+    def wide(a, weight):
+        first = (a @ weight).t() @ weight  # its operand ends here
+        large = torch.cat([first] * 8)
+        return (large @ weight).sum(0) @ weight, (first @ weight) @ weight
+
+    assert "mm" not in kept(wide, 2)
+
+
+def test_memory_of_inputs_is_not_kept():
+    def chained(a, weight):
+        return (a @ weight).relu()
+
+    assert kept(chained, 2) == {}
 
 
 class Gelu(nn.Module):

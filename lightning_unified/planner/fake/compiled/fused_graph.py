@@ -1,7 +1,6 @@
 """Run a compiler's graph on fake tensors; only stored tensors of compiled code take memory."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from lightning_unified.planner.fake.compiled.kernels import Kernel, kernels_of
-from lightning_unified.planner.fake.compiled.operations import bytes_of, is_view
-from lightning_unified.planner.fake.compiled.order import ordered
+from lightning_unified.planner.fake.compiled.operations import is_view
+from lightning_unified.planner.fake.compiled.order import memory_kept, ordered, overwritten
 from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["FusedGraph"]
@@ -22,7 +21,8 @@ class FusedGraph:
     """Run a graph's kernels one by one; the recorder sees the memory of compiled code.
 
     The recorder sees each library call. Of a fused kernel, its stored results are noted. A result reuses the memory of an input of the same
-    size whose life ends there and which no other result of the kernel reads, as the compiler's buffers do.
+    size whose life ends there and which no other result of the kernel reads, as the compiler's buffers do. The memory of other tensors may
+    be kept for a later result (`memory_kept`).
 
     Args:
         module: The graph, with decomposed operations.
@@ -39,6 +39,8 @@ class FusedGraph:
         self._kernels = ordered(kernels, self._returned)
         self._results = {result for kernel in kernels for result in kernel.results}
         self._ends = self._last_uses()
+        kept = memory_kept(self._kernels, self._returned, ends=self._ends)
+        self._kept, self._given = set(kept), {result: one for one, result in kept.items()}
         self._views = {node for node in module.graph.nodes if is_view(node) and node not in self._results}
 
     def _last_uses(self) -> list[list[fx.Node]]:
@@ -66,7 +68,8 @@ class FusedGraph:
                 else:
                     self._call(kernel, values)
                 for one in ending:
-                    values.pop(one, None)
+                    if one not in self._kept:
+                        values.pop(one, None)
             return map_arg(self._output.args[0], lambda node: self._value(node, values))
 
     def _call(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
@@ -74,6 +77,7 @@ class FusedGraph:
         (node,) = kernel.nodes
         for one in node.all_input_nodes:
             self._value(one, values)
+        self._hand_over(kernel, values)
         result = _run(node, values)
         self._drop_views(values)
         if kernel.results == [node]:
@@ -88,10 +92,16 @@ class FusedGraph:
             for node in kernel.nodes:
                 values[node] = self._result(node, values)
         self._drop_views(values)
-        for one in _reused(kernel, ending):
+        self._hand_over(kernel, values)
+        for one in overwritten(kernel, ending):
             values.pop(one, None)
         results = [values[node] for node in kernel.nodes if node not in ending]  # others stay inside the kernel
         self._recorder.note_fused(list(_tensors(results)), moved=read + _bytes(results))
+
+    def _hand_over(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
+        """Free the memory that was kept for the kernel's results, right before they are noted."""
+        for result in kernel.results:
+            values.pop(self._given.get(result), None)
 
     def _result(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         """Return a stored result of a fused kernel.
@@ -125,17 +135,6 @@ class FusedGraph:
                     is_constant = one.op == "get_attr"
                     values[one] = _attribute(self._module, str(one.target)) if is_constant else _run(one, values)
         return values[node]
-
-
-def _reused(kernel: Kernel, ending: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """Yield for each result one input of its size that ends there and that no other result reads."""
-    readers = Counter(one for sources in kernel.reads.values() for one in sources)
-    free = [one for one in ending if readers[one] == 1 and one not in kernel.results]
-    for node in kernel.nodes:
-        one = next((one for one in free if one in kernel.reads[node] and bytes_of(one) == bytes_of(node)), None)
-        if one is not None:
-            free.remove(one)
-            yield one
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

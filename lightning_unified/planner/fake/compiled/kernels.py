@@ -23,6 +23,7 @@ __all__ = ["Kernel", "kernels_of"]
 
 _FARTHEST = 64  # `Scheduler.are_long_distant_nodes`: operations farther apart are not fused
 _ROUNDS = 10  # `Scheduler.fuse_nodes` tries again this often
+_FEW_READS = 4  # `config.realize_reads_threshold`: a result with more reads and several uses is stored
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +90,7 @@ def kernels_of(graph: fx.Graph) -> tuple[list[Kernel], set[fx.Node]]:
     """
     *_, output = graph.nodes
     fusible = {node for node in graph.nodes if is_fusible(node)}
-    stored = {node for node in fusible if _is_stored(node, fusible)}
+    stored = _stored(graph, fusible)
     at = {node: index for index, node in enumerate(graph.nodes)}
     stored_at = {node: _stored_at(node, at, fusible) if node in stored else len(at) for node in fusible}
 
@@ -203,6 +204,20 @@ def _is_item_of_call(node: fx.Node, fusible: set[fx.Node]) -> bool:
     return node.target is operator.getitem and node not in fusible
 
 
+def _stored(graph: fx.Graph, fusible: set[fx.Node]) -> set[fx.Node]:
+    """Return the fusible nodes whose results compiled code may store.
+
+    Fusion leaves out those that only their own kernel reads.
+    """
+    stored = {node for node in fusible if _is_stored(node, fusible)}
+    for node in graph.nodes:
+        if node in fusible and node not in stored and not is_view(node) and len(node.users) > 1:
+            sources = _sources(node, lambda one: one in fusible and one not in stored)
+            if len(sources) > _FEW_READS:
+                stored.add(node)
+    return stored
+
+
 def _is_stored(node: fx.Node, fusible: set[fx.Node]) -> bool:
     """Return whether compiled code stores the result of a fusible operation."""
     if is_view(node):
@@ -223,6 +238,8 @@ def _stored_at(node: fx.Node, at: Mapping[fx.Node, int], fusible: set[fx.Node]) 
     """
     if is_reduction(node) or (len(node.users) > 1 and any(user not in fusible for user in node.users)):
         return at[node]
+    if not _is_read(node, fusible):
+        return at[node]  # it is stored because of its reads
     views = [_stored_at(user, at, fusible) for user in node.users if user in fusible and is_view(user)]
     return min([*views, *(at[user] for user in node.users if user not in fusible)], default=len(at))
 
