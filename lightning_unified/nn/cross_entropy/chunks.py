@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.nn.cross_entropy.added_gradient import add_gradient
 from lightning_unified.nn.cross_entropy.kernels import Kernels
 
 __all__ = ["Chunks", "losses_of_rows", "summed_loss"]
@@ -81,13 +82,11 @@ class _Products:
         self._chunks = chunks
         self._weight = chunks.weight.to(chunks.dtype)
         self._bias = None if chunks.bias is None else chunks.bias.to(chunks.dtype)
-        needs_hidden, needs_weight, needs_bias = needed
+        needs_hidden, self._needs_weight, needs_bias = needed
         bias = chunks.bias if needs_bias else None
-        self.gradients = (
-            torch.empty_like(chunks.hidden) if needs_hidden else None,
-            torch.zeros_like(chunks.weight, dtype=chunks.wide) if needs_weight else None,
-            None if bias is None else torch.zeros_like(bias, dtype=chunks.wide),
-        )
+        self._of_hidden = torch.empty_like(chunks.hidden) if needs_hidden else None
+        self._of_weight: Tensor | None = None  # the first chunk's product makes it
+        self._of_bias = None if bias is None else torch.zeros_like(bias, dtype=chunks.wide)
 
     def vectors(self, part: slice) -> Tensor:
         """Return the vectors of a chunk in the dtype of the products."""
@@ -99,19 +98,36 @@ class _Products:
 
     def add(self, part: slice, gradient: Tensor) -> None:
         """Add a chunk to the gradients; `gradient` is that of its logits."""
-        hidden, weight, bias = self.gradients
-        if hidden is not None:
-            hidden[part] = gradient @ self._weight
-        if weight is not None:
-            self._chunks.kernels.add_product(weight, gradient, self.vectors(part))
-        if bias is not None:
-            bias += gradient.sum(0, dtype=self._chunks.wide)
+        chunks = self._chunks
+        if self._of_hidden is not None:
+            self._of_hidden[part] = gradient @ self._weight
+        if self._of_weight is not None:
+            chunks.kernels.add_product(self._of_weight, gradient, self.vectors(part))
+        elif self._needs_weight:
+            self._of_weight = chunks.kernels.product(gradient, self.vectors(part), chunks.wide)
+        if self._of_bias is not None:
+            self._of_bias += gradient.sum(0, dtype=chunks.wide)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradients by a scalar."""
+        for gradient in (self._of_hidden, self._of_weight, self._of_bias):
+            if gradient is not None:
+                gradient.mul_(factor)
 
     def finished(self) -> _Found:
-        """Return the gradients in the dtypes of the operands."""
-        operands = (self._chunks.hidden, self._chunks.weight, self._chunks.bias)
-        found = zip(self.gradients, operands, strict=True)
-        return tuple(None if one is None or of is None else one.to(of.dtype) for one, of in found)  # pyright: ignore[reportReturnType]
+        """Return the gradients in the dtypes of the operands; call it once, in a backward function.
+
+        None stands for a gradient that is added to its sum already.
+        """
+        chunks, hidden, weight, bias = self._chunks, self._of_hidden, self._of_weight, self._of_bias
+        self._of_hidden = self._of_weight = self._of_bias = None
+        if self._needs_weight and weight is None:  # no row, so no chunk
+            weight = torch.zeros_like(chunks.weight)
+        return (
+            None if hidden is None else hidden.to(chunks.hidden.dtype),
+            None if weight is None else add_gradient(chunks.weight, weight.to(chunks.weight.dtype)),
+            None if bias is None or chunks.bias is None else bias.to(chunks.bias.dtype),
+        )
 
 
 class _LossesOfRows(torch.autograd.Function):
@@ -178,9 +194,7 @@ class _SummedLoss(torch.autograd.Function):
             chunks = _chunks_of((*ctx.saved_tensors, *ctx.how))
             found = _computed_again(chunks, ctx.needs_input_grad[:3], (), factor.expand(len(chunks.labels)))
         else:
-            for gradient in products.gradients:
-                if gradient is not None:
-                    gradient.mul_(factor)
+            products.scale(factor)
             found = products.finished()
         return (*found, None, None, None, None)
 

@@ -41,6 +41,9 @@ class Derived:
             (found,) = torch.autograd.grad(losses, leaf, torch.ones_like(losses))
         return losses.detach(), found
 
+    def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        return kernels_for(left, left.dtype).product(left, right, dtype)
+
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         kernels_for(left, left.dtype).add_product(total, left, right)
 

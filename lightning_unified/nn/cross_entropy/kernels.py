@@ -43,6 +43,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `left.T @ right` in `dtype`, which is at least float32."""
+        ...
+
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add `left.T @ right` to `total`, which has at least float32."""
         ...
@@ -64,6 +68,9 @@ class Eager:
         losses = functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED)
         return losses, _softmax_minus_one_hot_(wide, labels).to(logits.dtype)
 
+    def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        return (left.T @ right).to(dtype)
+
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left.T @ right
 
@@ -80,6 +87,9 @@ class Fused:
 
     def losses_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.lightning_unified.losses_and_gradient_of_rows(logits, labels), logits
+
+    def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.ops.lightning_unified.product(left, right, dtype)
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.ops.lightning_unified.add_product(total, left, right)
@@ -150,6 +160,16 @@ def _result_of_losses(logits: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
     return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
 
+@torch.library.custom_op("lightning_unified::product", mutates_args=(), device_types="cuda")
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
+
+
+@_product.register_fake
+def _result_of_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(left.shape[1], right.shape[1], dtype=dtype, device=left.device)
+
+
 @torch.library.custom_op("lightning_unified::add_product", mutates_args={"total"}, device_types="cuda")
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
@@ -162,6 +182,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @_add_product.register_fake
 def _writes_in_place(*operands: Tensor) -> None:
     """Return nothing: the operation allocates nothing."""
+
+
+@register_flop_formula(torch.ops.lightning_unified.product)
+def _flops_of_new_product(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Return the floating-point operations of `left.T @ right`; the arguments are shapes."""
+    return 2 * left[0] * left[1] * right[1]
 
 
 @register_flop_formula(torch.ops.lightning_unified.add_product)

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["GradientBuffer", "add_to_place", "differentiate", "leave_place"]
+from lightning_unified.nn.cross_entropy.added_gradient import received_by
+
+__all__ = ["GradientBuffer", "add_to_places", "differentiate", "leave_places"]
+
+_SMALL = 2**16  # judgement: elements; larger gradients are freed at once, smaller ones share the launches of their sums
 
 
 class GradientBuffer:
@@ -107,6 +111,19 @@ class GradientBuffer:
             block.copy_(values)
         return self._given(new, used)
 
+    def take_in(self) -> None:
+        """Move gradients outside of the buffer into it, if it holds others' gradients and nothing else.
+
+        The gradient of a parameter that is used outside of the recording too (tied weights) is made elsewhere. Two tensors of the
+        parameter's size would be held then until `zero_grad`.
+        """
+        outside = self._gradients_outside([True] * len(self.places)) if self.is_held else None
+        for name in outside or ():
+            one, place = self.parameters[name], self.places[name]
+            own = one.grad
+            if own is not None and own.layout == torch.strided and own.dtype == place.dtype:
+                one.grad = self._views(self.blocks)[name].copy_(own)
+
     @property
     def is_held(self) -> bool:
         """Whether a tensor outside shares the buffer."""
@@ -167,17 +184,13 @@ def _users(block: Tensor) -> int:
     return torch._C._storage_Use_Count(block.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]  # torch/_inductor/cudagraph_trees.py
 
 
-def add_to_place(place: Tensor, grad: Tensor) -> Tensor:
-    """Add a gradient to its place, and return the place to autograd.
-
-    So the gradient is freed.
-    """
-    return place.add_(grad)
+def add_to_places(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to their places."""
+    torch._foreach_add_(places, gradients)
 
 
-def leave_place(place: Tensor, _: Tensor) -> Tensor:
-    """Return the place as it is, as in a rehearsal."""
-    return place
+def leave_places(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Leave the places as they are, as in a rehearsal."""
 
 
 def differentiate(
@@ -187,9 +200,9 @@ def differentiate(
     inputs: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
     buffer: GradientBuffer,
-    put: Callable[[Tensor, Tensor], Tensor] = add_to_place,
+    put: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = add_to_places,
 ) -> tuple[list[bool], list[Tensor]]:
-    """Put each gradient of `leaves` into its place at once.
+    """Put the gradients of `leaves` into their places: large ones at once, small ones together at the end.
 
     Return which leaves have a gradient, and the gradients of `inputs`.
 
@@ -199,17 +212,32 @@ def differentiate(
         inputs: Tensors whose gradient is needed.
         incoming: Gradients of the outputs, None for an output without one.
         buffer: The gradient buffer of the parameters.
-        put: Function of a place and a gradient that returns the place.
+        put: Function of places and their gradients.
     """
-    hooks = [leaf.register_hook(partial(put, buffer.places[name])) for name, leaf in leaves.items()]
+    received: set[str] = set()
+
+    def receive(name: str, gradient: Tensor) -> None:
+        put([buffer.places[name]], [gradient])
+        received.add(name)
+
+    def replace(name: str, gradient: Tensor) -> Tensor:
+        receive(name, gradient)
+        return buffer.places[name]  # so the gradient is freed
+
+    large = {name: leaf for name, leaf in leaves.items() if leaf.numel() > _SMALL}
+    hooks = [leaf.register_hook(partial(replace, name)) for name, leaf in large.items()]
     try:
-        got = torch.autograd.grad(
-            [one for one in outputs if one.requires_grad],
-            [*leaves.values(), *inputs],
-            [one for one in incoming if one is not None],
-            allow_unused=True,
-        )
+        with received_by({leaf: partial(receive, name) for name, leaf in leaves.items()}):
+            got = torch.autograd.grad(
+                [one for one in outputs if one.requires_grad],
+                [*leaves.values(), *inputs],
+                [one for one in incoming if one is not None],
+                allow_unused=True,
+            )
     finally:
         for hook in hooks:
             hook.remove()
-    return [one is not None for one in got[: len(leaves)]], list(got[len(leaves) :])
+    small = {name: one for name, one in zip(leaves, got, strict=False) if one is not None and name not in large}
+    if small:
+        put([buffer.places[name] for name in small], [*small.values()])
+    return [name in received or name in small for name in leaves], list(got[len(leaves) :])

@@ -150,6 +150,7 @@ class RecordedCalls:
             if not (is_due and self._record()):
                 self._free_unused_buffer()
                 return eager(*args, **kwargs)
+        self._buffer.take_in()
         turn = Turn()
         self._turn = weakref.ref(turn)
         return self._recordings[call.key].replay(call.tensors, turn=turn)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_unified.nn.cuda_graphs.calls import Call
-from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate, leave_place
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate, leave_places
 
 __all__ = ["Passes", "UnrecordableError", "recording_stream", "rehearse"]
 
@@ -53,7 +53,11 @@ class Passes:
             return torch.func.functional_call(self._network, self._leaves, args, kwargs)
 
     def backward(
-        self, outputs: Sequence[Tensor], incoming: Sequence[Tensor | None], *, put: Callable[[Tensor, Tensor], Tensor]
+        self,
+        outputs: Sequence[Tensor],
+        incoming: Sequence[Tensor | None],
+        *,
+        put: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> tuple[list[bool], list[Tensor]]:
         """Run the backward pass as `differentiate` does, and return the same."""
         wanted = [one for one in self._call.tensors if one.requires_grad]
@@ -75,7 +79,7 @@ class Passes:
         try:
             outputs = [leaf for leaf in tree_leaves(self.forward()) if isinstance(leaf, Tensor)]
             incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
-            self.backward(outputs, incoming, put=leave_place)
+            self.backward(outputs, incoming, put=leave_places)
         except RuntimeError as error:
             if "synchronizing CUDA operation" not in str(error):
                 raise

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from lightning_unified.nn.cuda_graphs.calls import Call
-from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, add_to_place
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, add_to_places
 from lightning_unified.nn.cuda_graphs.passes import Passes, recording_stream
 
 __all__ = ["Recording", "Turn", "record"]
@@ -132,7 +132,7 @@ def record(
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
         with torch.cuda.graph(backward, **settings):
-            used, of_inputs = passes.backward(outputs, incoming, put=add_to_place)
+            used, of_inputs = passes.backward(outputs, incoming, put=add_to_places)
     left = iter(of_inputs)
     return Recording(
         forward=forward,

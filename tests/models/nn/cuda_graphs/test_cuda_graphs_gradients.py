@@ -13,9 +13,23 @@ from torch import nn
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
+from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from tests.support.modules.recorded.cpu import IDS, gradients, settle, step
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
+
+
+class TiedHead(nn.Module):
+    """One head is the embedding's weight, another has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.body, self.own = nn.Embedding(24, 4), nn.Linear(4, 4), nn.Linear(4, 24)
+
+    def forward(self, ids):
+        hidden = self.body(self.table(ids)).tanh()
+        tied = linear_cross_entropy(hidden, weight=self.table.weight, labels=ids)
+        return tied + linear_cross_entropy(hidden, weight=self.own.weight, bias=self.own.bias, labels=ids)
 
 
 def test_gradients_accumulate_over_replays(net):
@@ -51,8 +65,31 @@ def test_weights_that_are_used_outside_of_the_recording_too_get_the_sum_of_both(
 
     ours, theirs = gradients(net), gradients(plain)
     assert all(torch.allclose(ours[name], theirs[name]) for name in ours if theirs[name] is not None)
-    inside = [one.grad for name, one in net.named_parameters() if name != "table.weight"]
-    assert storages(inside) == storages(recorded.gradients)
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+
+
+def test_a_gradient_from_outside_stays_where_a_hook_may_look_at_it(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    net.first.weight.register_post_accumulate_grad_hook(lambda _: None)
+    for _ in range(3):
+        (net(IDS).square().mean() + net.table.weight.square().sum()).backward()
+
+    assert net.table.weight.grad.untyped_storage().data_ptr() not in storages(recorded.gradients)
+
+
+def test_a_head_with_chunked_loss_is_trained_as_eagerly():
+    net, plain = TiedHead(), TiedHead()
+    plain.load_state_dict(net.state_dict())
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    for _ in range(3):
+        for one in (net, plain):
+            one(IDS).backward()
+
+    assert recorded.recorded == 1
+    ours, theirs = gradients(net), gradients(plain)
+    assert all(torch.allclose(ours[name], theirs[name]) for name in theirs)
 
 
 def test_the_buffer_ends_with_the_recordings(net):
@@ -164,7 +201,7 @@ def test_no_gradient_is_on_the_device_while_the_buffer_is_made(net, monkeypatch)
 
 
 def test_a_gradient_is_freed_as_soon_as_it_is_added():
-    x, weights = torch.ones(2, 4), {name: torch.ones(4, 4, requires_grad=True) for name in ("a", "b", "c")}
+    x, weights = torch.ones(2, 300), {name: torch.ones(300, 300, requires_grad=True) for name in ("a", "b", "c")}
     buffer, seen = GradientBuffer(weights), []
     buffer.receive(lambda: None, used=[True] * 3)  # all zero
 
@@ -174,11 +211,28 @@ def test_a_gradient_is_freed_as_soon_as_it_is_added():
     for one in weights.values():
         one.register_hook(watch)
     output = x @ weights["a"] @ weights["b"] @ weights["c"]
-    used, of_inputs = differentiate([output], leaves=weights, inputs=[], incoming=[torch.ones(2, 4)], buffer=buffer)
+    used, of_inputs = differentiate([output], leaves=weights, inputs=[], incoming=[torch.ones(2, 300)], buffer=buffer)
 
     assert (used, of_inputs) == ([True] * 3, [])
     assert all(all(gone) for _, gone in seen)
-    assert torch.equal(buffer.places["c"], (x @ weights["a"] @ weights["b"]).T @ torch.ones(2, 4))
+    assert torch.equal(buffer.places["c"], (x @ weights["a"] @ weights["b"]).T @ torch.ones(2, 300))
+
+
+def test_small_gradients_share_one_addition():
+    weights = {"first": torch.ones(4, 4, requires_grad=True), "second": torch.ones(4, 4, requires_grad=True)}
+    weights["unused"] = torch.ones(4, 4, requires_grad=True)
+    buffer, added = GradientBuffer(weights), []
+    output = torch.ones(2, 4) @ weights["first"] @ weights["second"]
+    used, _ = differentiate(
+        [output],
+        leaves=weights,
+        inputs=[],
+        incoming=[torch.ones(2, 4)],
+        buffer=buffer,
+        put=lambda places, gradients: added.append(len(places)),
+    )
+
+    assert (used, added) == ([True, True, False], [2])
 
 
 def test_gradients_of_several_dtypes_are_each_in_their_own():
