@@ -186,7 +186,7 @@ def _users(block: Tensor) -> int:
 
 def add_to_places(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add gradients to their places."""
-    torch._foreach_add_(places, gradients)
+    torch._foreach_add_([*places], [*gradients])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def leave_places(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

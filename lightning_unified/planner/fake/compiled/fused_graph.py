@@ -101,7 +101,8 @@ class FusedGraph:
     def _hand_over(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
         """Free the memory that was kept for the kernel's results, right before they are noted."""
         for result in kernel.results:
-            values.pop(self._given.get(result), None)
+            if result in self._given:
+                values.pop(self._given[result], None)
 
     def _result(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         """Return a stored result of a fused kernel.
