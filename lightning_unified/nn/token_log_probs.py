@@ -14,6 +14,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_unified.nn.autograd_limits import refuse_second_derivative
+from lightning_unified.nn.cross_entropy.added_gradient import add_gradient
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for
 
@@ -176,7 +177,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     grad_weight += gradient.T @ x
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=how.wide)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_weight = None if grad_weight is None else add_gradient(weight, grad_weight.to(weight.dtype))
         return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
 
 

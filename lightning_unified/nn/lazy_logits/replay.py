@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.nn.cross_entropy.added_gradient import add_gradient
 from lightning_unified.nn.cross_entropy.derived import Derived, without_saved_tensor_hooks
 from lightning_unified.nn.lazy_logits.source import HeadCall, Step, trained_by
 from lightning_unified.nn.linear_cross_entropy import mean_of_scored
@@ -127,7 +128,7 @@ class _ReplayedLosses(torch.autograd.Function):
             None,
             None,
             grad_hidden,
-            *(total.to(one.dtype) for total, one in zip(totals.values(), trained, strict=True)),
+            *(add_gradient(one, total.to(one.dtype)) for total, one in zip(totals.values(), trained, strict=True)),
         )
 
 

@@ -6,8 +6,18 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
+from lightning_unified.nn.token_log_probs import token_log_probs
 
-CHUNKS = pytest.mark.parametrize("chunk_rows", [None, 4], ids=["once", "twice"])  # how often logits are computed
+KINDS = pytest.mark.parametrize("kind", ["logits once", "logits twice", "log-probabilities"])
+
+
+def chunked(hidden, weight, labels, kind):
+    """Return the sum of the losses, computed in chunks."""
+    if kind == "log-probabilities":
+        return -token_log_probs(hidden, weight=weight, tokens=labels, chunk=4).sum()
+    # a transform keeps torch's own function out
+    options = {"chunk_rows": 4 if kind == "logits twice" else None, "transform": lambda logits: logits}
+    return linear_cross_entropy(hidden, weight=weight, labels=labels, reduction="sum", **options)
 
 
 class Tied(nn.Module):
@@ -17,13 +27,11 @@ class Tied(nn.Module):
         super().__init__()
         self.table, self.body = nn.Embedding(50, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64)
 
-    def forward(self, ids, labels, *, chunk_rows=None, is_plain=False):
+    def forward(self, ids, labels, kind="plain"):
         hidden = self.body(self.table(ids)).tanh()
-        if is_plain:
+        if kind == "plain":
             return functional.cross_entropy(hidden @ self.table.weight.T, labels, reduction="sum")
-        options = {"weight": self.table.weight, "labels": labels, "chunk_rows": chunk_rows}
-        # a transform keeps torch's own function out
-        return linear_cross_entropy(hidden, reduction="sum", transform=lambda logits: logits, **options)
+        return chunked(hidden, self.table.weight, labels, kind)
 
 
 @pytest.fixture
@@ -37,36 +45,35 @@ def parts():
     return [(torch.randint(50, (9,)), torch.randint(50, (9,))) for _ in range(3)]
 
 
-@CHUNKS
-def test_parts_of_a_batch_have_the_gradients_of_the_whole_plain_loss(net, parts, chunk_rows):
+@KINDS
+def test_parts_of_a_batch_have_the_gradients_of_the_whole_plain_loss(net, parts, kind):
     for ids, labels in parts:
-        net(ids, labels, chunk_rows=chunk_rows).backward()
+        net(ids, labels, kind).backward()
     ours = [one.grad.clone() for one in net.parameters()]
     net.zero_grad()
-    net(*map(torch.cat, zip(*parts, strict=True)), is_plain=True).backward()
+    net(*map(torch.cat, zip(*parts, strict=True))).backward()
 
     assert all(torch.allclose(one, param.grad) for one, param in zip(ours, net.parameters(), strict=True))
 
 
-@CHUNKS
-def test_the_head_is_done_before_the_backward_pass_of_the_body(net, parts, chunk_rows):
-    net(*parts[0], chunk_rows=chunk_rows).backward()
+@KINDS
+def test_the_head_is_done_before_the_backward_pass_of_the_body(net, parts, kind):
+    net(*parts[0], kind).backward()
     before, seen = net.table.weight.grad.clone(), []
     hidden = net.body(net.table(parts[1][0])).tanh()
     hidden.register_hook(lambda _: seen.append(net.table.weight.grad.clone()))
-    options = {"weight": net.table.weight, "labels": parts[1][1], "chunk_rows": chunk_rows}
-    linear_cross_entropy(hidden, transform=lambda logits: logits, **options).backward()
+    chunked(hidden, net.table.weight, parts[1][1], kind).backward()
 
     assert not torch.equal(seen[0], before)
 
 
-@CHUNKS
-def test_a_gradient_that_is_asked_for_is_returned_and_nothing_is_added(net, parts, chunk_rows):
-    net(*parts[0], chunk_rows=chunk_rows).backward()
+@KINDS
+def test_a_gradient_that_is_asked_for_is_returned_and_nothing_is_added(net, parts, kind):
+    net(*parts[0], kind).backward()
     before = net.table.weight.grad.clone()
-    found = torch.autograd.grad(net(*parts[1], chunk_rows=chunk_rows), [net.table.weight])
-    expected = torch.autograd.grad(net(*parts[1], is_plain=True), [net.table.weight])
-    net(*parts[1], chunk_rows=chunk_rows).backward(inputs=[net.body.weight])
+    found = torch.autograd.grad(net(*parts[1], kind), [net.table.weight])
+    expected = torch.autograd.grad(net(*parts[1]), [net.table.weight])
+    net(*parts[1], kind).backward(inputs=[net.body.weight])
 
     assert torch.allclose(*found, *expected)
     assert torch.equal(net.table.weight.grad, before)
@@ -74,11 +81,11 @@ def test_a_gradient_that_is_asked_for_is_returned_and_nothing_is_added(net, part
 
 @pytest.mark.parametrize("place", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_see_whole_gradients_once(net, parts, place):
-    net(*parts[0]).backward()
+    net(*parts[0], "logits once").backward()
     seen, before = [], net.table.weight.grad.clone()
     getattr(net.table.weight, place)(lambda one: seen.append((one if place == "register_hook" else one.grad).clone()))
-    net(*parts[1]).backward()
+    net(*parts[1], "logits once").backward()
 
-    (own,) = torch.autograd.grad(net(*parts[1], is_plain=True), [net.table.weight])
+    (own,) = torch.autograd.grad(net(*parts[1]), [net.table.weight])
     assert len(seen) == 1 + (place == "register_hook")  # torch.autograd.grad calls hooks of tensors too
     assert torch.allclose(seen[0], own if place == "register_hook" else before + own)
