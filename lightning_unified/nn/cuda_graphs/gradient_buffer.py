@@ -121,7 +121,9 @@ class GradientBuffer:
         for name in outside or ():
             one, place = self.parameters[name], self.places[name]
             own = one.grad
-            if own is not None and own.layout == torch.strided and own.dtype == place.dtype:
+            if own is None or _has_hooks(one):
+                continue
+            if own.layout == torch.strided and own.dtype == place.dtype:
                 one.grad = self._views(self.blocks)[name].copy_(own)
 
     @property
@@ -149,8 +151,7 @@ class GradientBuffer:
         for (name, one), is_used in zip(self.parameters.items(), used, strict=True):
             place = self.places[name]
             has_place = one.grad is not None and one.grad.data_ptr() == place.data_ptr()
-            hooks = one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None)
-            if is_used and has_place and hooks:
+            if is_used and has_place and _has_hooks(one):
                 return None
             if has_place:
                 users[place.untyped_storage().data_ptr()] += 1
@@ -177,6 +178,11 @@ def _reduces() -> bool:
     Such reductions wait for autograd, and their buckets may hold the gradients.
     """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook has to run when a gradient is added."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _users(block: Tensor) -> int:

@@ -71,7 +71,7 @@ def test_weights_that_are_used_outside_of_the_recording_too_get_the_sum_of_both(
 def test_a_gradient_from_outside_stays_where_a_hook_may_look_at_it(net):
     recorded = RecordedCalls(net)
     settle(net, IDS)
-    net.first.weight.register_post_accumulate_grad_hook(lambda _: None)
+    net.table.weight.register_post_accumulate_grad_hook(lambda _: None)
     for _ in range(3):
         (net(IDS).square().mean() + net.table.weight.square().sum()).backward()
 
