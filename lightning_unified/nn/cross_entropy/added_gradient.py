@@ -1,6 +1,6 @@
-"""Add a tensor's gradient to its sum within a backward function, instead of returning it to the engine.
+"""Add a tensor's gradient to its sum within a backward function.
 
-The engine sums the gradients that a tensor gets from all its uses in a graph, and only then adds them to `.grad`. So the output layer's
+A function usually returns the gradient to the engine. The engine sums the gradients that a tensor gets from all its uses in a graph, and only then adds them to `.grad`. So the output layer's
 gradient of tied embeddings waits for that of the embedding: a second tensor of the weight's size would live during the backward pass of
 the whole network.
 """

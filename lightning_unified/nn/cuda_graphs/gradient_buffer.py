@@ -112,9 +112,9 @@ class GradientBuffer:
         return self._given(new, used)
 
     def take_in(self) -> None:
-        """Move gradients outside of the buffer into it, if it holds others' gradients and nothing else.
+        """Move gradients outside of the buffer into it.
 
-        The gradient of a parameter that is used outside of the recording too (tied weights) is made elsewhere. Two tensors of the
+        It must hold other gradients and nothing else. The gradient of a parameter that is used outside of the recording too (tied weights) is made elsewhere. Two tensors of the
         parameter's size would be held then until `zero_grad`.
         """
         outside = self._gradients_outside([True] * len(self.places)) if self.is_held else None
@@ -208,9 +208,10 @@ def differentiate(
     buffer: GradientBuffer,
     put: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = add_to_places,
 ) -> tuple[list[bool], list[Tensor]]:
-    """Put the gradients of `leaves` into their places: large ones at once, small ones together at the end.
+    """Put the gradients of `leaves` into their places.
 
-    Return which leaves have a gradient, and the gradients of `inputs`.
+    Large ones are put there at once and freed, small ones together at the end. Return which leaves have a gradient, and the gradients of
+    `inputs`.
 
     Args:
         outputs: The network's outputs; outputs that require a gradient are differentiated.

@@ -1,4 +1,7 @@
-"""A loss in chunks adds the gradient of tied weights to `.grad` early, and to nothing that asked for its own."""
+"""A loss in chunks adds the gradient of tied weights to `.grad` early.
+
+A gradient that is asked for is returned instead.
+"""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def overwritten(kernel: Kernel, ending: Sequence[fx.Node]) -> dict[fx.Node, fx.N
     if not kernel.is_fused:
         return {}
     readers = Counter(one for sources in kernel.reads.values() for one in sources)
-    free = [one for one in ending if readers[one] == 1 and one not in kernel.results and not _is_callers(one)]
+    free = [one for one in ending if readers[one] == 1 and one not in kernel.results and not _is_incoming(one)]
     found: dict[fx.Node, fx.Node] = {}
     for node in kernel.nodes:
         fits = (one for one in free if one in kernel.reads[node] and bytes_of(one) == bytes_of(node))
@@ -94,8 +94,11 @@ def memory_kept(
     return kept
 
 
-def _is_callers(node: fx.Node) -> bool:
-    """Return whether a tensor is an input whose memory compiled code does not write: it may write saved activations only."""
+def _is_incoming(node: fx.Node) -> bool:
+    """Return whether a tensor is an incoming gradient.
+
+    Compiled code writes over saved activations, and over no other input.
+    """
     return node.op == "placeholder" and node.name.startswith("tangents")
 
 
