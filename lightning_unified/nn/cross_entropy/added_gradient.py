@@ -1,8 +1,8 @@
 """Add a tensor's gradient to its sum within a backward function.
 
-A function usually returns the gradient to the engine. The engine sums the gradients that a tensor gets from all its uses in a graph, and only then adds them to `.grad`. So the output layer's
-gradient of tied embeddings waits for that of the embedding: a second tensor of the weight's size would live during the backward pass of
-the whole network.
+A function usually returns the gradient to the engine. The engine sums the gradients that a tensor gets from all its uses in a graph, and
+only then adds them to `.grad`. So the output layer's gradient of tied embeddings waits for that of the embedding: a second tensor of the
+weight's size would live during the backward pass of the whole network.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,9 @@ _RECEIVER = "_lightning_unified_receiver"
 
 
 def add_gradient(tensor: Tensor, gradient: Tensor) -> Tensor | None:
-    """Add `gradient` to the sum of the tensor's gradients; return the gradient if the engine has to add it.
+    """Add `gradient` to the sum of the tensor's gradients.
 
-    The sum is `tensor.grad` if the engine would add the gradient to it later and do nothing else: no hook sees the gradient, no second
+    Return None if it was added, and the gradient if the engine has to add it. The sum is `tensor.grad` if the engine would add the gradient to it later and do nothing else: no hook sees the gradient, no second
     derivative is recorded, and the pass accumulates into this tensor (`torch.autograd.grad` and `backward(inputs=...)` may not).
 
     Args:
