@@ -21,8 +21,9 @@ _RECEIVER = "_lightning_unified_receiver"
 def add_gradient(tensor: Tensor, gradient: Tensor) -> Tensor | None:
     """Add `gradient` to the sum of the tensor's gradients.
 
-    Return None if it was added, and the gradient if the engine has to add it. The sum is `tensor.grad` if the engine would add the gradient to it later and do nothing else: no hook sees the gradient, no second
-    derivative is recorded, and the pass accumulates into this tensor (`torch.autograd.grad` and `backward(inputs=...)` may not).
+    Return None if it was added, and the gradient if the engine has to add it. The sum is `tensor.grad` if the engine would add the
+    gradient to it later and do nothing else: no hook sees the gradient, no second derivative is recorded, and the pass accumulates into
+    this tensor (`torch.autograd.grad` and `backward(inputs=...)` may not).
 
     Args:
         tensor: An input of the backward function that runs.

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_unified import predict
 from lightning_unified.planner.fake.compiled.kernels import kernels_of
-from lightning_unified.planner.fake.compiled.order import memory_kept, ordered
+from lightning_unified.planner.fake.compiled.order import ordered
+from lightning_unified.planner.fake.compiled.reuse import memory_kept
 
 SIZE = 8
 
@@ -97,6 +98,11 @@ def test_memory_is_not_kept_where_the_peak_would_rise():
         return (large @ weight).sum(0) @ weight, (first @ weight) @ weight
 
     assert "mm" not in kept(wide, 2)
+
+
+def test_a_graph_that_computes_nothing_has_no_kernels():
+    assert kernels(lambda a: a.view(-1), 1) == []
+    assert kept(lambda a: a.view(-1), 1) == {}
 
 
 def test_memory_of_inputs_is_not_kept():

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_unified.planner.fake.compiled.kernels import Kernel, kernels_of
 from lightning_unified.planner.fake.compiled.operations import is_view
-from lightning_unified.planner.fake.compiled.order import memory_kept, ordered, overwritten
+from lightning_unified.planner.fake.compiled.order import ordered
+from lightning_unified.planner.fake.compiled.reuse import memory_kept, overwritten
 from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["FusedGraph"]

@@ -233,13 +233,14 @@ def _is_read(node: fx.Node, fusible: set[fx.Node]) -> bool:
 def _stored_at(node: fx.Node, at: Mapping[fx.Node, int], fusible: set[fx.Node]) -> int:
     """Return the position from which on operations read the stored result.
 
-    Earlier operations compute the result for themselves. The compiler stores reductions at once, and results with several uses of which one is a library call or the output. It stores others when
-    it comes to the first library call that reads them, perhaps through a view.
+    Earlier operations compute the result for themselves. The compiler stores reductions at once, and results with several uses of which one
+    is a library call or the output. It stores others when it comes to the first library call that reads them, perhaps through a view.
     """
-    if is_reduction(node) or (len(node.users) > 1 and any(user not in fusible for user in node.users)):
+    is_used_twice = len(node.users) > 1 and any(user not in fusible for user in node.users)
+    if (
+        is_reduction(node) or is_used_twice or not _is_read(node, fusible)
+    ):  # the last are stored because of their many reads
         return at[node]
-    if not _is_read(node, fusible):
-        return at[node]  # it is stored because of its reads
     views = [_stored_at(user, at, fusible) for user in node.users if user in fusible and is_view(user)]
     return min([*views, *(at[user] for user in node.users if user not in fusible)], default=len(at))
 
