@@ -23,7 +23,8 @@ def add_gradient(tensor: Tensor, gradient: Tensor) -> Tensor | None:
 
     Return None if it was added, and the gradient if the engine has to add it. The sum is `tensor.grad` if the engine would add the
     gradient to it later and do nothing else: no hook sees the gradient, no second derivative is recorded, and the pass accumulates into
-    this tensor (`torch.autograd.grad` and `backward(inputs=...)` may not).
+    this tensor (`torch.autograd.grad` and `backward(inputs=...)` may not). Hooks of the leaf's `AccumulateGrad` node, which torch does not
+    list, get the sum of the other gradients only.
 
     Args:
         tensor: An input of the backward function that runs.
