@@ -3,13 +3,18 @@
 A gradient that is asked for is returned instead.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.nn.token_log_probs import token_log_probs
+from tests.support.ranks.counted_peaks import join
+from tests.support.ranks.processes import on_ranks
 
 KINDS = pytest.mark.parametrize("kind", ["logits once", "logits twice", "log-probabilities"])
 
@@ -92,3 +97,46 @@ def test_hooks_see_whole_gradients_once(net, parts, place):
     (own,) = torch.autograd.grad(net(*parts[1]), [net.table.weight])
     assert len(seen) == 1 + (place == "register_hook")  # torch.autograd.grad calls hooks of tensors too
     assert torch.allclose(seen[0], own if place == "register_hook" else before + own)
+
+
+class OwnHead(Tied):
+    """The output layer has a weight of its own, which no other gradient waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 50, bias=False, dtype=torch.float64)
+
+    def forward(self, ids, labels, kind="plain"):
+        hidden = self.body(self.table(ids)).tanh()
+        if kind == "plain":
+            return functional.cross_entropy(self.head(hidden), labels, reduction="sum")
+        return chunked(hidden, self.head.weight, labels, kind)
+
+
+def trained_by_ddp(of, kind, are_views):
+    """Return the weights after steps of two batches, of which the first is reduced with the second."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(of(), gradient_as_bucket_view=are_views)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    torch.manual_seed(torch.distributed.get_rank())
+    for step in range(3):
+        for context in (net.no_sync(), contextlib.nullcontext()):
+            with context:
+                net(torch.randint(50, (9,)), torch.randint(50, (9,)), kind).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)  # then gradients exist before each backward pass
+    return [one.detach() for one in net.parameters()]
+
+
+def both_kinds_by_ddp():
+    join(2)
+    cells = [(of, are_views) for of in (Tied, OwnHead) for are_views in (False, True)]
+    try:
+        return [[trained_by_ddp(of, kind, are_views) for kind in ("plain", "logits once")] for of, are_views in cells]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_reductions_over_ranks_find_whole_gradients():
+    for plain, ours in on_ranks(both_kinds_by_ddp)[0]:
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
