@@ -1,4 +1,4 @@
-"""Limits of the package's autograd functions: second derivatives, transforms."""
+"""Limits of the package's autograd functions: second derivatives, transforms, hooks."""
 
 from typing import Any
 
@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["in_a_transform", "only_first_derivative", "refuse_second_derivative"]
+__all__ = ["has_hooks", "in_a_transform", "only_first_derivative", "refuse_second_derivative"]
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether a hook of the tensor runs when it gets a gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def in_a_transform() -> bool:

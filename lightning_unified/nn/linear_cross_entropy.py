@@ -67,8 +67,7 @@ def linear_cross_entropy(
     and of the trained ones of `weight` and `bias` (in fp32). Otherwise the backward pass computes the logits again. That takes about a third
     more time in this layer, and no such tensor lives between the passes, while the rest of the network runs.
 
-    The backward pass adds the gradient of a trained leaf `weight` to an existing `weight.grad` itself, unless hooks look at it or
-    `torch.autograd.grad` asks for it. So the gradient of tied embeddings does not wait for that of the embedding.
+    The backward pass adds a trained leaf `weight`'s gradient to an existing `weight.grad` itself (`cross_entropy/added_gradient.py`).
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_unified.nn.autograd_limits import has_hooks
+
 __all__ = ["add_gradient", "received_by"]
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # others, such as DTensor, may have sums of their own
@@ -58,8 +60,7 @@ def _open_sum(tensor: Tensor) -> Tensor | None:
     total = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
     if total is None or type(tensor) not in _PLAIN or type(total) not in _PLAIN:
         return None
-    has_hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-    if has_hooks or total.layout != torch.strided or torch.is_grad_enabled():
+    if has_hooks(tensor) or total.layout != torch.strided or torch.is_grad_enabled():
         return None
     return total if _accumulates(tensor) else None
 

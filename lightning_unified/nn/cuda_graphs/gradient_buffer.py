@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from lightning_unified.nn.autograd_limits import has_hooks
 from lightning_unified.nn.cross_entropy.added_gradient import received_by
 
 __all__ = ["GradientBuffer", "add_to_places", "differentiate", "leave_places"]
@@ -86,7 +87,7 @@ class GradientBuffer:
         """Add gradients to the buffer; return each parameter's gradient for autograd.
 
         None stands for a parameter without a gradient. It also stands for a gradient that lies in the buffer already, as after
-        an earlier micro-batch. A parameter that is used outside of the recording too (tied weights) has its gradient elsewhere, and
+        an earlier micro-batch. A parameter that is used outside of the recording too (tied weights) may have its gradient elsewhere, and
         autograd adds to it. Tensors that share the buffer for another reason keep their values.
 
         Args:
@@ -114,14 +115,14 @@ class GradientBuffer:
     def take_in(self) -> None:
         """Move gradients outside of the buffer into it.
 
-        It must hold other gradients and nothing else. The gradient of a parameter that is used outside of the recording too (tied weights) is made elsewhere. Two tensors of the
-        parameter's size would be held then until `zero_grad`.
+        It must hold other gradients and nothing else. The first gradient of a parameter that is used outside of the recording too (tied
+        weights) is made elsewhere. Two tensors of the parameter's size would be held then until `zero_grad`.
         """
         outside = self._gradients_outside([True] * len(self.places)) if self.is_held else None
         for name in outside or ():
             one, place = self.parameters[name], self.places[name]
             own = one.grad
-            if own is None or _has_hooks(one):
+            if own is None or has_hooks(one):
                 continue
             if own.layout == torch.strided and own.dtype == place.dtype:
                 one.grad = self._views(self.blocks)[name].copy_(own)
@@ -151,7 +152,7 @@ class GradientBuffer:
         for (name, one), is_used in zip(self.parameters.items(), used, strict=True):
             place = self.places[name]
             has_place = one.grad is not None and one.grad.data_ptr() == place.data_ptr()
-            if is_used and has_place and _has_hooks(one):
+            if is_used and has_place and has_hooks(one):
                 return None
             if has_place:
                 users[place.untyped_storage().data_ptr()] += 1
@@ -178,11 +179,6 @@ def _reduces() -> bool:
     Such reductions wait for autograd, and their buckets may hold the gradients.
     """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    """Return whether a hook has to run when a gradient is added."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _users(block: Tensor) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_unified.nn.autograd_limits import has_hooks
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.planner.fake.storages import Storage
@@ -225,7 +226,7 @@ def _structure(block: nn.Module) -> Any:
         found.append((name, type(child), child.training))
         for tensors in (child._parameters, child._buffers):
             for key, one in tensors.items():
-                if one is not None and _has_hooks(one):
+                if one is not None and has_hooks(one):
                     return None
                 found.append((key, None if one is None else (one.shape, one.stride(), one.dtype, one.requires_grad)))
     return found
@@ -242,7 +243,3 @@ def _have_equal_settings(blocks: Sequence[nn.Module]) -> bool:
             if all(isinstance(value, _PLAIN) for value in values) and len(set(values)) not in (1, len(values)):
                 return False
     return True
-
-
-def _has_hooks(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
