@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from benchmarks.recovery.campaign.recipes import Recipe
 from lightning_unified import MicroBatchRules
-from lightning_unified.nn.cuda_graphs.graphs import _paused
+from lightning_unified.nn.cuda_graphs.contexts import are_eager
 
 __all__ = ["CLASSES", "WIDTH", "Counted", "Seen"]
 
@@ -84,7 +84,7 @@ class Counted(L.LightningModule):
         if self.prepares_itself and prepare is not None:
             with torch.no_grad():
                 batch = prepare(batch)
-        if not _paused.get():  # a check runs calls eagerly, and may come between two micro-batches
+        if not are_eager():  # a check runs calls eagerly, and may come between two micro-batches
             self.parts.append(len(batch["id"]))
         self.seen.update(batch["id"])
         loss = self.loss(batch)

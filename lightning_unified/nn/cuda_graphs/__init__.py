@@ -1,11 +1,12 @@
 """Training calls of a network, recorded as CUDA graphs and replayed."""
 
+from lightning_unified.nn.cuda_graphs.addresses import graphs_exist, users
+from lightning_unified.nn.cuda_graphs.contexts import eager_calls, no_new_recordings
 from lightning_unified.nn.cuda_graphs.graphs import (
     RecordedCalls,
-    eager_calls,
+    gather_gradients,
     is_recorded,
     may_be_recorded,
-    no_new_recordings,
     release_recordings,
     replayed_parts,
 )
@@ -13,9 +14,12 @@ from lightning_unified.nn.cuda_graphs.graphs import (
 __all__ = [
     "RecordedCalls",
     "eager_calls",
+    "gather_gradients",
+    "graphs_exist",
     "is_recorded",
     "may_be_recorded",
     "no_new_recordings",
     "release_recordings",
     "replayed_parts",
+    "users",
 ]

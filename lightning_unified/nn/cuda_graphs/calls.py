@@ -1,7 +1,7 @@
 """The arguments of one call of a network, and their key."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ class Call:
 
     Attributes:
         key: Shapes, dtypes, autocast and constants; calls with equal keys share one recording.
+        form: The key without the number of rows, the first size of each tensor.
         values: Positional arguments, then keyword arguments.
         names: Names of the keyword arguments.
         autocast: Whether autocast is on, and its dtype.
     """
 
     key: Hashable
+    form: Hashable
     values: tuple[Any, ...]
     names: tuple[str, ...]
     autocast: tuple[bool, torch.dtype]
@@ -49,7 +51,7 @@ class Call:
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
         )
-        return Call(key=self.key, values=tuple(own), names=self.names, autocast=self.autocast)
+        return replace(self, values=tuple(own))
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device) -> Call | None:
@@ -70,4 +72,6 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.dev
         return None
     names = tuple(kwargs)
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return Call(key=(names, tuple(kinds), autocast), values=values, names=names, autocast=autocast)
+    forms = [(kind[0][1:], *kind[1:]) if isinstance(kind[0], torch.Size) else kind for kind in kinds]
+    key, form = ((names, tuple(found), autocast) for found in (kinds, forms))
+    return Call(key=key, form=form, values=values, names=names, autocast=autocast)

@@ -10,6 +10,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from lightning_unified.nn.autograd_limits import has_hooks
 from lightning_unified.nn.cross_entropy.added_gradient import received_by
+from lightning_unified.nn.cuda_graphs.addresses import users
 
 __all__ = ["GradientBuffer", "add_to_places", "differentiate", "leave_places"]
 
@@ -44,7 +45,7 @@ class GradientBuffer:
             self.blocks.append(torch.empty(count, dtype=dtype, device=device))
             self._members.append(names)
         self.places = self._views(self.blocks)
-        self._own = [_users(block) for block in self.blocks]
+        self._own = [users(block) for block in self.blocks]
 
     def gather(self, parameters: Mapping[str, Tensor]) -> "GradientBuffer":
         """Return a buffer for `parameters`, with their current gradients moved into it.
@@ -130,7 +131,7 @@ class GradientBuffer:
     @property
     def is_held(self) -> bool:
         """Whether a tensor outside shares the buffer."""
-        return [_users(block) for block in self.blocks] != self._own
+        return [users(block) for block in self.blocks] != self._own
 
     def _clear(self) -> None:
         for block in self.blocks:
@@ -148,17 +149,17 @@ class GradientBuffer:
         if _reduces():
             return None
         found: set[str] = set()
-        users = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
+        expected = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
         for (name, one), is_used in zip(self.parameters.items(), used, strict=True):
             place = self.places[name]
             has_place = one.grad is not None and one.grad.data_ptr() == place.data_ptr()
             if is_used and has_place and has_hooks(one):
                 return None
             if has_place:
-                users[place.untyped_storage().data_ptr()] += 1
+                expected[place.untyped_storage().data_ptr()] += 1
             elif is_used:
                 found.add(name)
-        return found if [_users(block) for block in self.blocks] == list(users.values()) else None
+        return found if [users(block) for block in self.blocks] == list(expected.values()) else None
 
 
 def _set_aside(parameters: Mapping[str, Tensor], aside: dict[str, Tensor]) -> None:
@@ -181,14 +182,12 @@ def _reduces() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _users(block: Tensor) -> int:
-    """Return the number of tensors that share the memory of `block`, plus a constant."""
-    return torch._C._storage_Use_Count(block.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]  # torch/_inductor/cudagraph_trees.py
-
-
 def add_to_places(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add gradients to their places."""
-    torch._foreach_add_([*places], [*gradients])  # pyright: ignore[reportPrivateImportUsage]
+    if len(places) == 1:  # torch's kernel for many tensors leaves most of a GPU idle if it gets one
+        places[0].add_(gradients[0])
+    else:
+        torch._foreach_add_([*places], [*gradients])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def leave_places(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

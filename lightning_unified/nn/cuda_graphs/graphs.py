@@ -6,8 +6,6 @@ call. benchmarks/models/classifier/rivals.py measures the gain.
 
 import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_unified.nn.compiled import COMPILED_CALL, compiled_inside
 from lightning_unified.nn.cuda_graphs.calls import Call, call_of
+from lightning_unified.nn.cuda_graphs.contexts import are_eager, eager_calls, may_record
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
-from lightning_unified.nn.cuda_graphs.passes import UnrecordableError, recording_stream, rehearse
+from lightning_unified.nn.cuda_graphs.passes import UnrecordableError, free_workspaces, recording_stream, rehearse
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import Recording, Turn, record
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
@@ -24,16 +23,13 @@ from lightning_unified.nn.stand_in import warn_once
 
 __all__ = [
     "RecordedCalls",
-    "eager_calls",
+    "gather_gradients",
     "is_recorded",
     "may_be_recorded",
-    "no_new_recordings",
     "release_recordings",
     "replayed_parts",
 ]
 
-_paused: ContextVar[bool] = ContextVar("paused", default=False)
-_waits: ContextVar[bool] = ContextVar("waits", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
 _CHANGES = 64  # judgement: changes of the network after which its calls stay eager
 _IN_USE: "weakref.WeakSet[RecordedCalls]" = weakref.WeakSet()
@@ -48,9 +44,11 @@ class RecordedCalls:
     - without gradients, in eval mode, under torch's dispatch and function modes (as in a dry run), or inside another recording;
     - with arguments other than plain tensors on the network's device and plain constants;
     - with a new shape. The first such call is checked for operations that cannot be recorded; the log names them once. Operations
-      of compiled parts are checked before the recording, in two more runs with nothing kept. Recording begins after a few calls
-      without a new shape, outside of `no_new_recordings`. It covers all shapes that came more than once, the largest first. A later
-      new shape frees all recordings before it runs, so that its memory does not add to theirs, and recording begins again;
+      of compiled parts are checked before the recording, in two more runs with nothing kept. Recording begins at the next call of a
+      known shape if shapes are few and differ in their rows only, else after a few calls without a new shape. It covers all such shapes,
+      else those that came more than once, the largest first. A later new shape frees all recordings before it runs, so that its memory
+      does not add to theirs, and recording begins again;
+    - inside `no_new_recordings`, with a shape that is not recorded and gradients outside of the buffer;
     - with more than `most` shapes in turn, or while an earlier replay still waits for its backward pass;
     - inside `eager_calls`.
 
@@ -70,6 +68,7 @@ class RecordedCalls:
 
     Attributes:
         is_refused: Whether a reason is known why no call can be recorded.
+        has_new_shape: Whether `gather_first` has not run since the first call of a shape.
         only_records: Tells `is_compiled` that the network is not compiled.
 
     Raises:
@@ -96,6 +95,7 @@ class RecordedCalls:
         self._turn: weakref.ref[Turn] | None = None
         self.is_refused = False
         self._changes = -1  # the first state is none
+        self.has_new_shape = False
         self._failures = self._shortages = 0
         self._said: set[str] = set()
         self._begin(state_of(network))
@@ -118,6 +118,12 @@ class RecordedCalls:
         """Move existing gradients into the gradient buffer, out of memory that activations left."""
         if not self.is_refused:
             self._buffer = self._buffer.gather(self._trained)
+
+    def gather_first(self) -> None:
+        """Gather the gradients of a new shape's first call, so that the second can be recorded."""
+        if self.has_new_shape:
+            self.has_new_shape = False
+            self.gather()
 
     def release(self) -> None:
         """Free all recordings; they are made again at the next calls of their shapes."""
@@ -146,7 +152,7 @@ class RecordedCalls:
         if not self._shapes.count_call(call.key):
             return self._first(call, args, kwargs)
         if call.key not in self._recordings:
-            is_due = self._shapes.count_known_call(call.key) and not _waits.get()
+            is_due = self._shapes.count_known_call(call.key) and (may_record() or self._buffer.is_held)
             if not (is_due and self._record()):
                 self._free_unused_buffer()
                 return eager(*args, **kwargs)
@@ -157,7 +163,7 @@ class RecordedCalls:
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return the call, or None if modes, hooks or contexts around it forbid a replay."""
-        if _paused.get() or self._changes > _CHANGES or must_run_eagerly(self._network):
+        if are_eager() or self._changes > _CHANGES or must_run_eagerly(self._network):
             return None
         return call_of(args, kwargs, device=self._device)
 
@@ -201,6 +207,7 @@ class RecordedCalls:
         if found.reason is None:
             self._shapes.add(call.example())
             self._written |= found.written
+            self.has_new_shape = True
         else:
             self._refuse(found.reason)
         return found.result
@@ -219,6 +226,7 @@ class RecordedCalls:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             self._buffer = self._buffer.gather(self._trained)
+            free_workspaces(self._device)
             due, written = self._shapes.due(self._recordings), [*self._written.values()]
             with eager_calls():
                 for call in due if has_compiled_parts else ():
@@ -292,24 +300,17 @@ def release_recordings(network: nn.Module) -> None:
         one.release()
 
 
-@contextmanager
-def eager_calls() -> Iterator[None]:
-    """Run all networks eagerly inside the context, without a log entry."""
-    token = _paused.set(True)
-    try:
-        yield
-    finally:
-        _paused.reset(token)
+def gather_gradients(network: nn.Module) -> None:
+    """Gather the gradients of first calls of new shapes, after a backward pass.
 
+    The next call of `network`, or of a module in it, can be recorded then, even where gradients are set aside during the call.
 
-@contextmanager
-def no_new_recordings() -> Iterator[None]:
-    """Make no recording inside the context; those that exist are replayed."""
-    token = _waits.set(True)
-    try:
-        yield
-    finally:
-        _waits.reset(token)
+    Raises:
+        torch.OutOfMemoryError: If there is no memory for a gradient buffer; gradients are as before.
+    """
+    if any(one.has_new_shape for one in _IN_USE):  # else without a walk over all modules
+        for _, one in _stand_ins(network):
+            one.gather_first()
 
 
 def _stand_ins(network: nn.Module) -> Iterator[tuple[str, RecordedCalls]]:

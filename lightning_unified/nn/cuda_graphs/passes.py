@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_unified.nn.cuda_graphs.addresses import graphs_exist
 from lightning_unified.nn.cuda_graphs.calls import Call
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate, leave_places
 
-__all__ = ["Passes", "UnrecordableError", "recording_stream", "rehearse"]
+__all__ = ["Passes", "UnrecordableError", "free_workspaces", "recording_stream", "rehearse"]
 
 
 class UnrecordableError(Exception):
@@ -59,11 +60,15 @@ class Passes:
         *,
         put: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> tuple[list[bool], list[Tensor]]:
-        """Run the backward pass as `differentiate` does, and return the same."""
+        """Run the backward pass as `differentiate` does, and return the same.
+
+        It runs in this thread: autograd's own thread would need a workspace of its own.
+        """
         wanted = [one for one in self._call.tensors if one.requires_grad]
-        return differentiate(
-            outputs, leaves=self._leaves, inputs=wanted, incoming=incoming, buffer=self._buffer, put=put
-        )
+        with torch.autograd.set_multithreading_enabled(False):
+            return differentiate(
+                outputs, leaves=self._leaves, inputs=wanted, incoming=incoming, buffer=self._buffer, put=put
+            )
 
     def rehearse(self, *, may_wait: bool) -> None:
         """Run both passes once and keep nothing of them.
@@ -133,15 +138,34 @@ def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream of all recordings on a device.
 
-    One stream saves memory: cuBLAS keeps a workspace of some MiB for each stream. A small product takes the workspaces here, one
-    for this thread and one for autograd's. Otherwise the first recording would hold them in its pool, which could not be freed
-    then, and an earlier plan would not count them.
+    One stream saves memory: cuBLAS keeps a workspace of some MiB for each stream. It is taken here. Otherwise the first recording would hold
+    it in its pool, which could not be freed then, and an earlier plan would not count it.
     """
     stream = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():
-        x = torch.ones(8, 8, device=device, requires_grad=True)
-        (x @ x).sum().backward()
+    _take_workspace(stream)
     return stream
+
+
+def free_workspaces(device: torch.device) -> None:
+    """Free the workspaces of cuBLAS that recordings do not use, if no CUDA graph exists.
+
+    Eager passes take one for each of their two threads, and recorded passes need none of them. Graphs keep the addresses of
+    workspaces, so that none may be freed while any graph of the process exists.
+    """
+    gc.collect()
+    if graphs_exist():
+        return
+    stream = recording_stream(device)
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportAttributeAccessIssue]
+    _take_workspace(stream)
+
+
+def _take_workspace(stream: torch.cuda.Stream) -> None:
+    """Let cuBLAS take its workspace for a stream and this thread, by a small product."""
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.no_grad():
+        x = torch.ones(8, 8, device=stream.device)
+        torch.mm(x, x)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
@@ -131,7 +132,8 @@ def record(
         flat, spec = tree_flatten(result)
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
-        with torch.cuda.graph(backward, **settings):
+        # gradients that lie in the buffer already are not written by this
+        with _unsafe_preserve_version_counter((*buffer.blocks,)), torch.cuda.graph(backward, **settings):
             used, of_inputs = passes.backward(outputs, incoming, put=add_to_places)
     left = iter(of_inputs)
     return Recording(

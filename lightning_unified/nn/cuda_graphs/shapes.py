@@ -4,9 +4,10 @@ from collections.abc import Container, Hashable
 
 from lightning_unified.nn.cuda_graphs.calls import Call
 
-__all__ = ["SETTLED", "KnownShapes"]
+__all__ = ["FEW", "SETTLED", "KnownShapes"]
 
-SETTLED = 8  # judgement: calls in a row that bring no new shape before all shapes are recorded
+SETTLED = 8  # judgement: calls in a row that bring no new shape before all shapes are recorded, if lengths vary
+FEW = 4  # judgement: so many shapes that differ in rows only are those of micro-batches, their rest and a last, short batch
 _STALE = 256  # judgement: calls without a shape after which another shape may take its place
 
 
@@ -36,7 +37,12 @@ class KnownShapes:
         """Count a known shape without a recording; return whether no new shape is expected."""
         self._quiet += 1
         self._again.add(key)
-        return self._quiet >= SETTLED
+        return self._is_plain or self._quiet >= SETTLED
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the known shapes are few and differ in their rows only."""
+        return len(self._examples) <= FEW and len({one.form for one in self._examples.values()}) == 1
 
     @property
     def is_full(self) -> bool:
@@ -48,11 +54,13 @@ class KnownShapes:
         self._examples[example.key], self._last[example.key] = example, self._calls
 
     def due(self, recorded: Container[Hashable]) -> list[Call]:
-        """Return the shapes to record: those with more than one call that are not `recorded`.
+        """Return the shapes to record, out of those that are not `recorded`.
 
-        The largest is the first, because smaller shapes reuse its memory.
+        They are all shapes if these are few and differ in their rows only, else those with more than one call. The largest is the
+        first, because smaller shapes reuse its memory.
         """
-        found = [one for key, one in self._examples.items() if key in self._again and key not in recorded]
+        wanted = self._examples.keys() if self._is_plain else self._again
+        found = [one for key, one in self._examples.items() if key in wanted and key not in recorded]
         return sorted(found, key=lambda one: one.elements, reverse=True)
 
     def unsettle(self) -> None:

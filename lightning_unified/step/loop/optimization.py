@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RecomputationError
+from lightning_unified.nn.cuda_graphs import gather_gradients
 from lightning_unified.nn.second_run.runs import named_errors
 from lightning_unified.step.device_gradients import DeviceGradientCheck
 from lightning_unified.step.loop.attempt import Attempt
@@ -226,6 +227,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._window is not None:
             share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
         scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share, first)
+        gather_gradients(self.trainer.lightning_module)
         self._phase = "forward"
         return scaled
 

@@ -109,6 +109,7 @@ OPTIONAL = {
     "Module._ddp_params_and_buffers_to_ignore": "set by a user",
     "argparse._ActionsContainer._check_help": "since Python 3.14",
     "torch._C._accelerator_isAllocatorInitialized": "since torch 2.12",
+    "torch._C._cuda_clearCublasWorkspaces": "in torch with CUDA or ROCm",
     "AdamW._need_device_dtype_check_for_fused": "set by the optimizer's first step",
     "FSDPState._fsdp_param_groups": "since torch 2.13",
     "FSDPState._comm_ctx._last_post_reduce_events": "since torch 2.13",

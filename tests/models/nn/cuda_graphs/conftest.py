@@ -17,6 +17,7 @@ def graphs_by_python(monkeypatch):
     """Calls are recorded and replayed on the CPU."""
     monkeypatch.setattr(cuda_graphs, "record", record)
     monkeypatch.setattr(cuda_graphs, "rehearse", lambda network, call, *, buffer, written: None)
+    monkeypatch.setattr(cuda_graphs, "free_workspaces", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -59,9 +60,10 @@ def record(network, call, *, buffer, written, pool):
     outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
     wanted = [one for one in inputs if one.requires_grad]
-    used, _ = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, buffer=buffer)
-    for one, was in before:
-        one.copy_(was)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(one for one, _ in before)):
+        used, _ = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, buffer=buffer)
+        for one, was in before:
+            one.copy_(was)
     left = iter(torch.zeros_like(one) for one in wanted)
     static = [one.detach().clone() for one in outputs]
     recording = Recording(

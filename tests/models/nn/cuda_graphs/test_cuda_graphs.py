@@ -17,6 +17,7 @@ from lightning_unified.nn.compiled import compiled_parts
 from lightning_unified.nn.cuda_graphs import (
     RecordedCalls,
     eager_calls,
+    gather_gradients,
     is_recorded,
     no_new_recordings,
     release_recordings,
@@ -33,12 +34,20 @@ from tests.support.modules.recorded.cpu import IDS, calls_of, gradients, settle,
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
 
 
-def test_a_shape_is_recorded_once_nothing_new_has_come_for_a_while(net):
+def test_shapes_that_differ_in_rows_only_are_recorded_when_one_comes_again(net):
     recorded = RecordedCalls(net)
+    counts = [(step(net, ids), recorded.recorded)[1] for ids in (IDS, IDS[:3], IDS, IDS[:3])]
+
+    assert counts == [0, 0, 2, 2]
+    assert is_recorded(nn.Sequential(net))
+
+
+def test_shapes_of_several_lengths_are_recorded_once_no_new_one_comes(net):
+    recorded = RecordedCalls(net)
+    step(net, IDS[:, :3])
     counts = [(step(net), recorded.recorded)[1] for _ in range(SETTLED + 2)]
 
     assert counts == [0] * SETTLED + [1, 1]
-    assert is_recorded(nn.Sequential(net))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -71,12 +80,52 @@ def test_a_new_shape_gives_the_recordings_back_and_all_are_made_again(net):
 
 def test_a_shape_that_came_only_once_is_recorded_when_it_comes_again(net):
     recorded = RecordedCalls(net)
-    step(net, IDS[:2])
+    step(net, IDS[:, :2])
     settle(net, IDS)
     assert recorded.recorded == 1
 
-    step(net, IDS[:2])
+    step(net, IDS[:, :2])
     assert recorded.recorded == 2
+
+
+def test_where_gradients_are_set_aside_only_those_in_the_buffer_allow_a_recording(net):
+    recorded = RecordedCalls(net)
+    for gathers, count in ((False, 0), (True, 1)):
+        recorded.release()
+        net.zero_grad()
+        step(net)
+        if gathers:
+            recorded.gather()
+        aside = [one.grad for one in net.parameters()]
+        for one in net.parameters():
+            one.grad = None
+        with no_new_recordings():
+            net(IDS)
+        assert recorded.recorded == count
+        del aside
+
+
+def test_gradients_of_a_new_shape_are_gathered_once_after_their_backward_pass(net):
+    recorded, plain = RecordedCalls(net), copy.deepcopy(net)
+    step(net)
+    gather_gradients(nn.Sequential(net))
+    assert recorded._buffer.is_held
+    assert not recorded.has_new_shape
+
+    step(plain)
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
+
+
+def test_a_recording_is_no_write_to_gradients_in_the_buffer(net):
+    recorded = RecordedCalls(net)
+    step(net)
+    recorded.gather()
+    versions = [None if one.grad is None else one.grad._version for one in net.parameters()]
+    net(IDS)
+
+    assert recorded.recorded == 1
+    assert versions == [None if one.grad is None else one.grad._version for one in net.parameters()]
 
 
 def test_inside_no_new_recordings_those_that_exist_are_replayed(net, monkeypatch):

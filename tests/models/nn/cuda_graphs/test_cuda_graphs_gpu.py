@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs.passes import free_workspaces
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
 from lightning_unified.options.compilation import Compilation
@@ -126,6 +127,21 @@ def test_gradients_are_in_memory_once():
     assert torch.cuda.memory_allocated() - before < gradients / 4
 
 
+def test_workspaces_of_eager_passes_are_freed_unless_a_graph_may_use_them():
+    x, graphs = torch.ones(64, 64, device="cuda", requires_grad=True), [torch.cuda.CUDAGraph()]
+    freed = []
+    for _ in range(2):
+        (x @ x).sum().backward()  # each thread takes its workspace
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        free_workspaces(x.device)
+        freed.append(before - torch.cuda.memory_allocated())
+        graphs.clear()
+
+    assert freed[0] == 0
+    assert freed[1] >= 2**20
+
+
 def test_removed_it_gives_its_memory_back():
     net = Net(width=256).cuda()
     torch.cuda.empty_cache()
@@ -150,8 +166,7 @@ def test_memory_that_runs_out_while_recording_is_recovered_from():
     plain = copy.deepcopy(net)
     recorded = RecordedCalls(net)
     ids, total = texts(64, 256), torch.cuda.get_device_properties(0).total_memory
-    for _ in range(SETTLED):
-        step(net, ids)
+    step(net, ids)
     net.zero_grad()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * 2**20) / total)

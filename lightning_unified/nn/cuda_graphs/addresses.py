@@ -1,0 +1,21 @@
+"""Who relies on addresses of memory: CUDA graphs, and tensors that share it."""
+
+import gc
+
+import torch
+from torch import Tensor
+
+__all__ = ["graphs_exist", "users"]
+
+
+def graphs_exist() -> bool:
+    """Return whether any CUDA graph exists in this process.
+
+    A graph holds the addresses of all memory that its kernels use: tensors, and workspaces of libraries.
+    """
+    return any(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())
+
+
+def users(tensor: Tensor) -> int:
+    """Return the number of tensors that use the memory of `tensor`, plus a constant."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]  # torch/_inductor/cudagraph_trees.py
