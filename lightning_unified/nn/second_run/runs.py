@@ -50,6 +50,8 @@ _ERRORS = (
     ValueError,
 )
 
+_RAISES = 2  # torch.cuda.get_sync_debug_mode where a wait for the device is an error
+
 _own_hooks: ContextVar[Any] = ContextVar("own_hooks", default=None)
 _count = [0]  # of first runs so far
 _LATEST: list[Any] = [None]  # the class of the block that ran last for the second time
@@ -74,7 +76,8 @@ class BothRuns:
     An argument that the function writes in place is saved as a copy from before the first run. The first call of a block finds those
     arguments, and copies each before it is written.
 
-    Both runs are compared in calls 1 to 4, 8, 16, 32, …, unless a dispatch mode is active, e.g. in a dry run.
+    Both runs are compared in calls 1 to 4, 8, 16, 32, …, unless a dispatch mode is active, e.g. in a dry run, or the host must not wait for
+    the device: while CUDA graphs are recorded or rehearsed, or if the user set `torch.cuda.set_sync_debug_mode("error")`.
 
     Args:
         function: The function.
@@ -207,8 +210,10 @@ def _name(kind: Any) -> str:
 
 
 def _can_compare() -> bool:
-    is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return torch._C._len_torch_dispatch_stack() == 0 and not is_recorded
+    may_wait = not torch.cuda.is_initialized() or not (
+        torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == _RAISES
+    )
+    return torch._C._len_torch_dispatch_stack() == 0 and may_wait
 
 
 def _is_writable(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from lightning_unified.errors import RecomputationError
 from lightning_unified.nn.checkpoint import recompute
 from lightning_unified.nn.recomputing import Recomputing
-from lightning_unified.nn.second_run.runs import named_errors
+from lightning_unified.nn.second_run.runs import BothRuns, Calls, named_errors
 
 WIDTH = 6
 
@@ -474,3 +474,12 @@ def test_compared_runs_work_under_bfloat16_autocast(keep_attention):
             y.sum().backward()
 
     assert x.grad is not None
+
+
+@pytest.mark.parametrize(("captures", "mode", "compares"), [(False, 0, True), (False, 2, False), (True, 0, False)])
+def test_runs_are_not_compared_where_the_host_must_not_wait(captures, mode, compares, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
+
+    assert BothRuns(torch.sin, [torch.ones(2)], block=torch.sin, calls=Calls()).is_compared is compares
