@@ -63,10 +63,14 @@ def with_workspaces(
 
 
 def _sizes(trace: Trace, environment: Mapping[str, str], generation: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of each workspace with the index of the first operation that needs it."""
+    """Yield the bytes of each workspace with the index of the first operation that needs it.
+
+    Operations in CUDA graphs use the workspace of the stream of recordings, which is no part of the step.
+    """
     works = [event for event in trace.events if isinstance(event, Work) and event.phase != "setup"]
+    eager = [(at, event) for at, event in enumerate(works) if not trace.is_replayed(event)]
     for in_backward in (False, True):
-        own = [(at, event.op) for at, event in enumerate(works) if (event.phase == "backward") is in_backward]
+        own = [(at, event.op) for at, event in eager if (event.phase == "backward") is in_backward]
         product = next((at for at, op in own if _PRODUCTS.match(op)), None)
         with_bias = next((at for at, op in own if _WITH_BIAS.match(op)), None)
         if product is not None:

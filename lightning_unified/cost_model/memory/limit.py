@@ -24,6 +24,9 @@ _DEFAULT = AllocatorSettings()
 _UNKNOWN = object()
 _STEP = 1.01  # ratio of two limits that are tried: about the error of a prediction of reserved bytes
 _BELOW = 2  # judgement: steps below the limit; plans with room 1 % below have run out of memory (sharded_ranks.py, compiled_blocks.py)
+_BELOW_RECORDED = (
+    4  # judgement: the same for recorded CUDA graphs; a plan with room 1 % below needed 3 % more (compiled_blocks.py)
+)
 
 
 def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFAULT) -> bool:
@@ -33,7 +36,8 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     blocks are split, and a few megabytes shift the moment. So a step can succeed within a limit and fail within a slightly
     larger one. If a step meets its limit, it counts as fitting only if it succeeds within every larger limit too, and on CUDA and HIP
     2 % below. So must a step with expandable segments that comes as near as that to its limit, because predictions of their bytes
-    are too low by 1 % or 2 %; those of recorded CUDA graphs are not. The limits tried are one percent apart and the same for all callers.
+    are too low by 1 % or 2 %, and with recorded CUDA graphs, whose memory is not shared with other passes, by up to 4 %. The limits
+    tried are one percent apart and the same for all callers.
 
     Args:
         trace: A step in steady state.
@@ -45,8 +49,9 @@ def fits_within(trace: Trace, limit: int, *, settings: AllocatorSettings = _DEFA
     """
     unhindered = allocator_peak(trace, settings=settings).reserved
     found = _reserved_within(trace, limit, settings)
-    others = _limits_around(limit, below=_BELOW if trace.backend in ("cuda", "rocm") else 0)
-    if found == unhindered and settings.expandable and not trace.replayed:
+    below = _BELOW_RECORDED if trace.replayed else _BELOW
+    others = _limits_around(limit, below=below if trace.backend in ("cuda", "rocm") else 0)
+    if found == unhindered and (settings.expandable or trace.replayed):
         found = _reserved_within(trace, next(others), settings)
     while found not in (None, unhindered):
         found = _reserved_within(trace, next(others), settings)

@@ -17,7 +17,7 @@ from typing import cast
 
 from typing_extensions import override
 
-from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
@@ -105,6 +105,11 @@ class _Moves:
         self.setup = [event for event in events[: self.first] if isinstance(event, Take)]
         self.step = events[self.first :]
         self.takes = {event.storage: event for event in events if isinstance(event, Take)}
+        freed = {event.storage for event in self.step if isinstance(event, Give)} if trace.replayed else None
+        # gradients that come with the first step's backward pass; those of recorded graphs lie in a buffer that exists before
+        self.renewed = {
+            one.storage for one in self.setup if one.category == "gradients" and (freed is None or one.storage in freed)
+        }
         # place in the step, storage, and the allocation; None for a free
         self.moves = [
             (at, event.storage, event if isinstance(event, Take) else None)
@@ -150,7 +155,7 @@ class Replay:
         self._addresses: Addresses | None = getattr(pools, "addresses", None)
         self._stream, self._has_streams = 0, trace.backend in ("cuda", "rocm")
         self._beginnings, self._first, self._setup, self._step = moves.beginnings, moves.first, moves.setup, moves.step
-        self._moves, self._takes = moves.moves, moves.takes
+        self._moves, self._takes, self._renewed = moves.moves, moves.takes, moves.renewed
         self._rounded: dict[int, int] = {}
         self._blocks: dict[int, Block] = {}
         self._reserved = 0
@@ -162,8 +167,8 @@ class Replay:
 
     def _run(self) -> None:
         beginnings = self._beginnings
-        later = {take.storage for takes in beginnings.values() for take in takes}
-        first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
+        later = self._renewed.union(take.storage for takes in beginnings.values() for take in takes)
+        first = [take for take in self._setup if take.storage not in later]
         self._take_all(take for take in first if take.category in _LASTING)
         if self._addresses is not None:
             self._addresses.compute()

@@ -258,7 +258,7 @@ class _Costs:
     """The costs of operations, computed once for each object: many events are one object."""
 
     def __init__(self, rates: Rates, trace: Trace) -> None:
-        self._rates, self._backend, self._replayed = rates, trace.backend, trace.replayed
+        self._rates, self._backend, self._trace = rates, trace.backend, trace
         self._known: dict[int, tuple[float, float]] = {}
 
     def of(self, work: Work) -> tuple[float, float]:
@@ -266,15 +266,12 @@ class _Costs:
         cost = self._known.get(id(work))
         if cost is None:
             host, device = _cost(work, self._rates, backend=self._backend)
-            cost = self._known[id(work)] = 0.0 if self._is_replayed(work) else host, device
+            cost = self._known[id(work)] = 0.0 if self._is_launched_by_a_graph(work) else host, device
         return cost
 
-    def _is_replayed(self, work: Work) -> bool:
-        if not self._replayed or work.phase not in _REPEATED:
-            return False
-        if work.op == _ACCUMULATES and not work.place:
-            return True
-        return any(work.place == name or work.place.startswith(f"{name}.") for name in self._replayed)
+    def _is_launched_by_a_graph(self, work: Work) -> bool:
+        sums = bool(self._trace.replayed) and work.op == _ACCUMULATES and not work.place
+        return (sums and work.phase in _REPEATED) or self._trace.is_replayed(work)
 
 
 def _cost(work: Work, rates: Rates, *, backend: str) -> tuple[float, float]:

@@ -180,6 +180,12 @@ class Trace:
     recomputed_blocks: int = 0
     replayed: tuple[str, ...] = ()
 
+    def is_replayed(self, work: Work) -> bool:
+        """Return whether the operation is part of a CUDA graph."""
+        if not self.replayed or work.phase not in ("forward", "backward"):
+            return False
+        return any(work.place == name or work.place.startswith(f"{name}.") for name in self.replayed)
+
     @cached_property
     def kept(self) -> dict[Any, Any]:
         """Results that are computed from this trace once, such as replays of an allocator; no part of its value."""

@@ -4,11 +4,14 @@ Further sizes are traced on the same fake copy only where that gives the same re
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from torch import nn
+
+from lightning_unified.cost_model.trace.gradient_buffer import with_gradient_buffer
 from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.cuda_graphs import replayed_parts
@@ -174,6 +177,7 @@ class DryRun:
         if recording.events is None:
             raise DryRunError(f"the fit of {type(spec.module).__name__} ended before a step was over.")
         unwritten = not recording.wrote and not spec.validates
+        replayed = replayed_parts(spec.module) if spec.backend == "cuda" else ()
         options = {
             "precision": spec.precision,
             "recompute": self._recompute,
@@ -182,7 +186,7 @@ class DryRun:
             "attention": spec.attention,
         }
         return Trace(
-            events=recording.events,
+            events=with_gradient_buffer(recording.events) if _train_all(spec.module, replayed) else recording.events,
             rows=fit.size.rows,
             num_micro_batches=fit.size.num_micro_batches,
             length=fit.length,
@@ -192,7 +196,7 @@ class DryRun:
             options={name: str(value) for name, value in options.items() if value is not None},
             attends=fit.attends,
             recomputed_blocks=fit.recomputed_blocks,
-            replayed=replayed_parts(spec.module) if spec.backend == "cuda" else (),
+            replayed=replayed,
         )
 
 
@@ -258,6 +262,12 @@ class DryRuns:
     def _last(self) -> DryRun | None:
         """The dry run whose fake copy may trace a further step."""
         return self._fake_copies.get(self._key)
+
+
+def _train_all(module: nn.Module, parts: Sequence[str]) -> bool:
+    """Return whether all trained parameters of `module` are those of named parts."""
+    inside = {id(one) for name in parts for one in module.get_submodule(name).parameters()}
+    return bool(parts) and all(id(one) in inside for one in module.parameters() if one.requires_grad)
 
 
 def _size(rows: int, num_micro_batches: int, later_rows: int | None, length: int | None) -> StepSize:

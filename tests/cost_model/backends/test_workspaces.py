@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_unified.cost_model.backends import with_workspaces
@@ -32,6 +34,14 @@ def test_each_thread_that_multiplies_takes_32_mib_on_hopper():
 def test_a_product_with_a_fused_bias_takes_one_mib_more():
     assert sizes(trace(FUSED, BACKWARD)) == [32 * MIB, MIB, 32 * MIB]
     assert sizes(trace(FUSED, BACKWARD, Work("aten.addmm.default", "backward"))) == [32 * MIB, MIB] * 2
+
+
+def test_products_in_cuda_graphs_take_none_of_their_own():
+    inside = [Work("aten.mm.default", phase, "net.0") for phase in ("forward", "backward")]
+    replayed = replace(trace(*inside, FORWARD), replayed=("net",))
+
+    assert sizes(replayed) == [32 * MIB]
+    assert sizes(replace(trace(*inside), replayed=("net",))) == []
 
 
 def test_a_step_without_products_takes_none():

@@ -40,14 +40,14 @@ def test_a_step_that_meets_its_limit_needs_two_percent_to_spare(step):
     assert fits_within(step, 217 * MIB), "within 210 MiB it goes through"
 
 
-@pytest.mark.parametrize(("replayed", "fits"), [((), False), (("net",), True)])
-def test_expandable_segments_need_room_unless_the_step_is_recorded(replayed, fits):
+@pytest.mark.parametrize(("replayed", "short", "enough"), [((), 202, 207), (("net",), 207, 211)])
+def test_expandable_segments_need_room_and_recorded_steps_more(replayed, short, enough):
     events = (Take(0, 40 * MIB, "weights"), Work("mm", "forward"), Take(1, 160 * MIB, "activations"), Give(1))
     step = Trace(events=events, rows=1, num_micro_batches=1, backend="cuda", replayed=replayed)
     settings = AllocatorSettings(expandable=True)
 
-    assert fits_within(step, 200 * MIB, settings=settings) is fits
-    assert fits_within(step, 207 * MIB, settings=settings)
+    assert not fits_within(step, short * MIB, settings=settings)
+    assert fits_within(step, enough * MIB, settings=settings)
 
 
 def test_what_goes_through_within_a_limit_and_not_within_a_larger_one_does_not_fit(step):

@@ -12,7 +12,7 @@ from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.trace.trace import Give, Take
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.dry_run import DryRuns, StepSpec
+from lightning_unified.planner.dry_run import DryRuns, StepSpec, dry_run
 from lightning_unified.planner.fake import mode as fake
 from tests.support.lanes import slow, some
 from tests.support.zoo.dry_run import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
@@ -178,3 +178,16 @@ def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeyp
     monkeypatch.setattr(fake, "CachedFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
 
     assert numbered(quick) == numbered(trace_step(kind(), kind.batch(4), **setting))
+
+
+@pytest.mark.parametrize(("parts", "stays"), [((), False), (("net.0", "net.2"), False), (("net",), True)])
+def test_gradients_stay_from_step_to_step_if_graphs_replay_all_that_is_trained(parts, stays, monkeypatch):
+    monkeypatch.setattr(dry_run, "replayed_parts", lambda _: parts)
+    batch = torch.randn(8, 64), torch.zeros(8, dtype=torch.long)
+    trace = trace_step(Perceptron(), batch, backend="cuda", rows=4, num_micro_batches=2)
+    freed = {event.storage for event in trace.events if isinstance(event, Give)}
+    before = [event.storage for event in trace.events if isinstance(event, Take) and event.category == "gradients"]
+
+    assert trace.replayed == parts
+    assert before
+    assert (not freed & set(before)) is stays
