@@ -8,6 +8,7 @@ import torch
 from lightning_unified.cost_model.memory.static import static_bytes, tensor_bytes
 from lightning_unified.nn.cuda_graphs import replayed_parts
 from lightning_unified.planner.dry_run.trainer import tensors_held
+from lightning_unified.planner.first_batch.moved_weights import move_weights
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import saves_in_thread
 from lightning_unified.step.sharding.rows import local
@@ -64,9 +65,12 @@ class StepBudget:
     def expand_segments(self) -> bool:
         """Let the device's segments expand, if this process trains alone; return whether that has changed anything.
 
-        `left` may change then.
+        `left` may change then. Weights move into expandable segments.
         """
-        return self._trainer.world_size == 1 and self._policy.watch.expand_segments()
+        expands = self._trainer.world_size == 1 and self._policy.watch.expand_segments()
+        if expands:
+            move_weights(self._trainer.lightning_module, self._trainer.strategy.root_device)
+        return expands
 
     @property
     def beside(self) -> int:

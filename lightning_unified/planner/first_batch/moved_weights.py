@@ -1,0 +1,46 @@
+"""Move weights out of the segments that they were loaded into, before segments expand."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unified.nn.cuda_graphs import graphs_exist, users
+
+__all__ = ["move_weights"]
+
+# torch's CUDACachingAllocator.cpp, `kSmallSize` and `kMinLargeAlloc`: blocks of sizes between share segments of 20 MiB. Two weights of 9 MiB leave
+# 2 MiB of one without use. Smaller and larger blocks waste little.
+_SHARED = range(2**20 + 1, 10 * 2**20)
+_PORTION = 256 * 2**20  # judgement: bytes that are held twice before the old segments are freed
+
+
+def move_weights(module: nn.Module, device: torch.device) -> None:
+    """Copy parameters and buffers on a CUDA device into new memory, and free the old.
+
+    Only those move that lie in segments with others, and whose memory no other tensor uses. Nothing moves if a CUDA graph exists: it holds
+    the addresses. If memory runs out, the rest stays. Neighbours move together, so that whole segments become free.
+    """
+    if graphs_exist():
+        return
+    left: list[Tensor] = []  # old memory that copies must not go to
+    for one in sorted(_movable(module, device), key=Tensor.data_ptr):
+        try:
+            copy = one.data.clone()
+        except torch.OutOfMemoryError:
+            break
+        left.append(one.data)
+        one.data = copy
+        if sum(old.nbytes for old in left) >= _PORTION:
+            left.clear()
+            torch.cuda.empty_cache()
+    left.clear()
+    torch.cuda.empty_cache()
+
+
+def _movable(module: nn.Module, device: torch.device) -> Iterator[Tensor]:
+    alone = users(torch.empty(1))
+    for one in (*module.parameters(), *module.buffers()):
+        is_plain = type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and one.device == device
+        if is_plain and one.untyped_storage().nbytes() == one.nbytes in _SHARED and users(one) == alone:
+            yield one
