@@ -1,7 +1,7 @@
 """Records of the plan search: options, splits, timed candidates, and the choice."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_unified.cost_model.trace.trace import Trace
@@ -125,6 +125,14 @@ class Choice:
     best: Candidate | None
     alternatives: tuple[Candidate, ...]
     reason: str
+
+    def beside(self, other: "Choice") -> "Choice":
+        """Return this choice with the plans of another search among its alternatives."""
+        known = {self.best, *self.alternatives}
+        plans = (*self.alternatives, *(one for one in (other.best, *other.alternatives) if one and one not in known))
+        fitting = sorted((one for one in plans if one.fits), key=lambda plan: plan.seconds)
+        short = sorted((one for one in plans if not one.fits), key=lambda plan: plan.reserved_bytes)
+        return replace(self, alternatives=(*fitting, *short))
 
 
 def describe_split(micro_batch_size: int, num_micro_batches: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.candidates import even_splits
+from lightning_unified.cost_model.candidates import Choice, even_splits
 from lightning_unified.cost_model.rates import Alignment
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.search import Option, search, what_would_fit
@@ -319,3 +319,16 @@ def test_what_comes_after_a_plan_that_is_faster_is_not_traced():
     find([quick, slow], 10**9)
 
     assert slow.traces.asked == []
+
+
+def test_a_choice_lists_the_plans_of_an_earlier_search_once_and_in_order():
+    def made(seconds, *, fits=True, size=8):
+        return replace(find([recomputing(0)], 10**9).best, micro_batch_size=size, seconds=seconds, fits=fits)
+
+    small, large = made(3.0, fits=False, size=1), made(9.0, fits=False, size=2)
+    small, large = (replace(one, reserved_bytes=count) for one, count in ((small, 10), (large, 20)))
+    first = Choice(best=made(2.0), alternatives=(made(4.0), large), reason="earlier")
+    second = Choice(best=made(1.0), alternatives=(made(2.0), small), reason="now").beside(first)
+
+    assert (second.best, second.reason) == (made(1.0), "now")
+    assert second.alternatives == (made(2.0), made(4.0), small, large)

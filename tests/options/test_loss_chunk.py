@@ -11,6 +11,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.lazy_logits.tensor import LazyLogits
 from lightning_unified.options import AppliedOptions, LossChunk
 from lightning_unified.options.loss_chunk import chunk_choices, chunk_of, offers_chunk
+from lightning_unified.planner.search import compared
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,6 +145,14 @@ def test_a_plan_takes_the_users_chunk_and_false_forbids_any():
     assert always.micro_batch_size > never.micro_batch_size
     assert all(one.loss_chunk is None for one in never.alternatives)
     assert all(one.loss_chunk == 64 for one in always.alternatives)
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [("400MiB", 1024), ("700MiB", 2048), ("1200MiB", 4096)])
+def test_a_plan_takes_the_largest_chunk_that_fits_however_short_the_search(budget, chunk, monkeypatch):
+    monkeypatch.setattr(compared, "_MOST_OPERATIONS", 0)
+    batch, rates = torch.zeros(32, 256, dtype=torch.long), tabled_rates("NVIDIA H200")
+
+    assert plan(wide(), batch, budget=budget, device="cuda", rates=rates).loss_chunk == chunk
 
 
 def test_chunks_are_offered_for_heads_and_a_chunk_that_is_set_is_kept():

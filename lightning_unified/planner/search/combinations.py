@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 
-__all__ = ["Combination", "combinations_to_compare"]
+__all__ = ["Combination", "combinations_to_compare", "with_larger_chunks"]
 
 _REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
 _CHEAPEST = (
@@ -104,6 +104,16 @@ def combinations_to_compare(
         one = Combination(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
         found += [replace(one, attention=attention) for attention in attentions]
     return list(dict.fromkeys(found))
+
+
+def with_larger_chunks(combination: Combination, combinations: Sequence[Combination]) -> list[Combination]:
+    """Return `combination` with each larger loss chunk among `combinations`, the largest first.
+
+    The result is empty if the combination leaves the loss to the module.
+    """
+    own = combination.loss_chunk
+    chunks = {one.loss_chunk for one in combinations if own and one.loss_chunk and one.loss_chunk > own}
+    return [replace(combination, loss_chunk=chunk, always=True) for chunk in sorted(chunks, reverse=True)]
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:

@@ -23,7 +23,7 @@ from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.garbage import no_collection
-from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.combinations import Combination, with_larger_chunks
 from lightning_unified.planner.search.compared import ComparedOptions
 from lightning_unified.planner.search.row_lengths import RowLengths
 from lightning_unified.planner.search.step_traces import StepTraces
@@ -165,6 +165,7 @@ class Planner:
         for _ in range(_ATTEMPTS):
             options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
+            choice = self._with_larger_chunk(choice, combinations, budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.num_micro_batches == 1:
                 break
@@ -174,6 +175,23 @@ class Planner:
                 break
             sizes.distrust_lines()
         return choice  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _with_larger_chunk(
+        self, choice: Choice, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates
+    ) -> Choice:
+        """Return the choice with the largest loss chunk for which its best plan leaves room.
+
+        A search ends after a number of operations, and may not have looked at it.
+        """
+        best = choice.best
+        larger = [] if best is None else with_larger_chunks(self.combination_of(best), combinations)
+        if best is None or not larger:
+            return choice
+        split = next(split for split in self._traces.splits if len(split) == best.num_micro_batches)
+        compared = (self.combination_of(best), *larger)
+        options = (replace(self._compared.option(one), split=split) for one in compared)
+        found = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
+        return choice if found.best == best else found.beside(choice)
 
     def _searched(self, options: Iterator[Option], own: Combination, *, budget_bytes: int, rates: Rates) -> Choice:
         return search(
