@@ -6,6 +6,7 @@ Every installed version of the other packages has these names.
 import importlib
 import inspect
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,19 +21,26 @@ ROWS = [
     if line.startswith("| `")
 ]
 NAMES = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row[0])]
-IMPORTED, ATTRIBUTES = uses(ROOT / "lightning_unified")
+
+
+@cache
+def used():
+    """Return the imported names and the attributes: finding them takes seconds, which no collection should."""
+    return uses(ROOT / "lightning_unified")
 
 
 def test_every_private_name_in_the_source_is_listed():
+    imported, attributes = used()
     parts = {part for name in NAMES for part in name.split(".")}
-    missing = {name: files for name, files in IMPORTED.items() if name not in NAMES}
-    missing |= {name: files for name, files in ATTRIBUTES.items() if name not in parts}
+    missing = {name: files for name, files in imported.items() if name not in NAMES}
+    missing |= {name: files for name, files in attributes.items() if name not in parts}
 
     assert not missing, "add a row to docs/explanation/private_apis.md, or use a public name"
 
 
 def test_every_listed_name_is_used():
-    unused = [name for name in NAMES if name not in IMPORTED and name.rpartition(".")[2] not in ATTRIBUTES]
+    imported, attributes = used()
+    unused = [name for name in NAMES if name not in imported and name.rpartition(".")[2] not in attributes]
 
     assert not unused, "take it out of docs/explanation/private_apis.md"
 

@@ -20,17 +20,20 @@ def uses(root: Path) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     Each has the files that use it. An attribute of `self`, `cls` or `super()` is ours if the package defines its name, and an attribute of
     another object if the same file does.
     """
-    files = {path.relative_to(root).as_posix(): ast.parse(path.read_text("utf-8")) for path in root.rglob("*.py")}
-    defined = {path: set(_defined(tree)) for path, tree in files.items()}
+    files = {
+        path.relative_to(root).as_posix(): list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        for path in root.rglob("*.py")
+    }
+    defined = {path: set(_defined(nodes)) for path, nodes in files.items()}
     ours = set().union(*defined.values())
     imported: dict[str, set[str]] = defaultdict(set)
     attributes: dict[str, set[str]] = defaultdict(set)
-    for path, tree in files.items():
-        names = dict(_imports(tree))
+    for path, nodes in files.items():
+        names = dict(_imports(nodes))
         for name in names.values():
             if _is_foreign(name):
                 imported[name].add(path)
-        for own, name in _attributes(tree, names):
+        for own, name in _attributes(nodes, names):
             if "." in name and _is_foreign(name):
                 imported[name].add(path)
             elif "." not in name and name not in (ours if own else defined[path]):
@@ -42,8 +45,8 @@ def _is_foreign(name: str) -> bool:
     return not name.startswith(PACKAGE) and any(map(is_private, name.split(".")))
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _defined(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -53,9 +56,9 @@ def _defined(tree: ast.AST) -> Iterator[str]:
                 yield node.attr
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _imports(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield each name that an import binds, with what it stands for."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for one in node.names:
                 yield (one.asname, one.name) if one.asname else (one.name.partition(".")[0],) * 2
@@ -64,13 +67,13 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield one.asname or one.name, f"{node.module}.{one.name}"
 
 
-def _attributes(tree: ast.AST, names: dict[str, str]) -> Iterator[tuple[bool, str]]:
+def _attributes(nodes: list[ast.AST], names: dict[str, str]) -> Iterator[tuple[bool, str]]:
     """Yield the private attributes, and whether each belongs to `self`, `cls` or `super()`.
 
     Attributes of imported modules and classes have their dots.
     """
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             dotted = _dotted(node, names)
             if dotted is None:
