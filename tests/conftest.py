@@ -14,9 +14,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from lightning.fabric.utilities import registry
 
 gc.disable()  # until all test files are imported: collections over the growing heap take a sixth of that time
 
@@ -27,22 +24,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell that starts the tests in the background ignores SIGINT; children and handlers would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test asserts wall time, and a busy machine draws slowly.
-settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-speed")
-
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: each core has a worker already
-
-# Each Trainer searches all installed packages for callbacks, which takes longer than the rest of its construction.
-registry.entry_points = functools.cache(registry.entry_points)
-for absent in (
-    torch.cuda,
-    torch.mtia,
-    torch.xpu,
-):  # a seed for an absent device is queued with a stack trace, a millisecond each
-    if not absent.is_available():
-        absent.manual_seed_all = lambda seed: None
 
 # programs that tests start, from any folder, import this checkout and keep the other paths
 ROOT = str(Path(__file__).parents[1])
@@ -52,9 +34,36 @@ _STATE = tempfile.TemporaryDirectory(prefix="lightning-unified-state-")  # remov
 os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = _STATE.name  # no test writes to the home
 os.environ["LIGHTNING_UNIFIED_CACHE"] = _STATE.name
 
-_LEVELS = {
-    name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified")
-}
+_LEVELS: dict[str, int] = {}
+
+
+def pytest_configure(config):
+    """Import torch and Lightning where tests run: the process that only starts workers waits for no import."""
+    if not config.getoption("numprocesses", None):
+        _import_and_set()
+
+
+def _import_and_set():
+    import torch
+    from hypothesis import HealthCheck, settings
+    from lightning.fabric.utilities import registry
+
+    # No test asserts wall time, and a busy machine draws slowly.
+    settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any-speed")
+
+    torch.set_num_threads(1)
+
+    # Each Trainer searches all installed packages for callbacks, which takes longer than the rest of its construction.
+    registry.entry_points = functools.cache(registry.entry_points)
+    for absent in (torch.cuda, torch.mtia, torch.xpu):
+        # a seed for an absent device is queued with a stack trace, a millisecond each
+        if not absent.is_available():
+            absent.manual_seed_all = lambda seed: None
+
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified"):
+        _LEVELS[name] = logging.getLogger(name).level
+
 
 # Files of many seconds: they run first, so that no worker has a long one left when the others are done.
 LONG = {
@@ -106,11 +115,14 @@ def _same_world_after(monkeypatch):
 
     That is the environment, the levels of loggers, generators and default dtype.
     """
+    import torch
+
     environment, directory, dtype = dict(os.environ), os.getcwd(), torch.get_default_dtype()
     random.seed(0)
     torch.manual_seed(0)
     for name, level in _LEVELS.items():  # before the test: a fixture of its file may have trained quietly
-        logging.getLogger(name).setLevel(level)
+        if (logger := logging.getLogger(name)).level != level:  # setting it empties the caches of all loggers
+            logger.setLevel(level)
     yield
     assert torch.get_default_dtype() == dtype, "the test changed the default dtype"
     monkeypatch.undo()
