@@ -15,7 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_unified.strategies"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.utils.tensorboard",
+        "lightning.pytorch",
+        "lightning_unified.strategies",
+        "lightning_unified.cli.train",
+    ]
+)
 
 
 class Program:
