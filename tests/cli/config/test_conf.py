@@ -3,7 +3,9 @@
 Precedence is as documented.
 """
 
+import copy
 import inspect
+from functools import cache
 
 import pytest
 from omegaconf import OmegaConf, open_dict
@@ -13,7 +15,7 @@ from lightning_unified.cli.config.composition import composed, groups, searching
 from lightning_unified.cli.config.overrides import check_overrides
 from lightning_unified.errors import ConfigurationError
 from tests.support import ROOT
-from tests.support.lanes import crossed, some
+from tests.support.lanes import crossed, first_cells, some
 
 TIERS = {
     "debug": ("up to 4GiB", 4, 4),
@@ -71,8 +73,14 @@ def _search_path():
         yield
 
 
+@cache
+def composed_once(*overrides):
+    """Return a configuration that no test may change: each composition takes a tenth of a second."""
+    return composed(overrides).config
+
+
 def compose(*overrides):
-    config = composed(overrides).config
+    config = copy.deepcopy(composed_once(*overrides))
     with open_dict(config):
         config["run_dir"] = "runs/here"
     return config
@@ -120,7 +128,8 @@ def test_a_leaf_writes_exactly_the_arguments_of_its_target(together):
                 )
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("model", "hardware"),
     crossed(MODELS, HARDWARE, fast=[("gearhead", "cpu"), ("classifier-tiny", "mps"), ("wordle-tiny", "cuda")]),
 )
@@ -134,7 +143,8 @@ def test_every_combination_composes_and_round_trips(model, hardware):
             assert OmegaConf.create(OmegaConf.to_yaml(config)) == config
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    2,
     "choice",
     [("data", name) for name in ("builtin", "botocore", "dtc", "pydoc")] + [("model", name) for name in MODELS],
     ids="=".join,
@@ -152,7 +162,7 @@ def test_what_composes_binds_to_the_signatures(choice):
     )
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@first_cells(4, "experiment", EXPERIMENTS)
 def test_every_experiment_composes_under_its_own_name(experiment):
     assert compose(f"experiment={experiment}").name == experiment
 
@@ -161,7 +171,7 @@ def test_the_experiments_tested_are_all_there_are():
     assert groups()["experiment"] == EXPERIMENTS
 
 
-@pytest.mark.parametrize(("experiment", "model"), [("compression", "small"), ("compression-smollm2", "smollm2")])
+@first_cells(1, ("experiment", "model"), [("compression", "small"), ("compression-smollm2", "smollm2")])
 def test_an_experiment_in_compression_brings_its_data_and_is_judged_as_it_trains(experiment, model):
     config = compose(f"experiment={experiment}")
 
@@ -178,9 +188,7 @@ def test_the_classification_experiment_keeps_the_best_and_stops_by_a_chosen_metr
     assert compose("experiment=classification").callbacks.checkpoint.monitor == "val/macro_f1"
 
 
-@pytest.mark.parametrize(
-    ("experiment", "tokens", "rows", "recompute"), [("before", 512, 2, False), ("after", 128, 1, True)]
-)
+@first_cells(1, ("experiment", "tokens", "rows", "recompute"), [("before", 512, 2, False), ("after", 128, 1, True)])
 def test_the_seeds_settings_of_wordle_are_those_of_its_table(experiment, tokens, rows, recompute):
     config = compose(f"experiment=wordle-seed-{experiment}")
     completions = config.data.batch_size * config.model.group_size
@@ -199,7 +207,7 @@ def test_wordle_knows_the_phases_of_its_data_and_is_judged_by_games():
     assert config.callbacks.wordle.directory == f"{config.run_dir}/wordle"
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@first_cells(1, "tier", TIERS)
 def test_a_tier_is_the_budget_batch_and_micro_batch_of_the_table(tier):
     config = compose(f"memory={tier}")
 
@@ -213,7 +221,8 @@ def test_the_automatic_tier_has_no_batch_of_its_own():
         assert compose("memory=auto", f"data={data}").data.batch_size == own
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("hardware", "rows", "length", "recompute"),
     [
         ("cuda", 8, 1024, False),
@@ -234,7 +243,8 @@ def test_hardware_decides_how_the_34m_model_splits_its_batch_of_32(hardware, row
     ) == (32, rows, length, recompute)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("hardware", "rows", "pin_memory"),
     [
         ("mps", 64, False),
@@ -312,7 +322,8 @@ def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused
         check_overrides(["model=wordle/qwen2_5_4b"], multirun=False)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("model", "own"),
     [
         ("gearhead", set()),
@@ -323,17 +334,16 @@ def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused
     ],
 )
 def test_a_model_brings_its_own_callbacks(model, own):
-    default, left_out = (composed([f"model={model}", *more]).config.callbacks for more in ([], ["~model_callbacks"]))
+    default, left_out = (composed_once(f"model={model}", *more).callbacks for more in ([], ["~model_callbacks"]))
 
     assert set(default) - set(left_out) == own
     assert (default.checkpoint.monitor == "val/loss") == (not own - {"compression"})
 
 
-@pytest.mark.parametrize("model", some(MODELS, "gearhead", "classifier-tiny"))
+@first_cells(1, "model", some(MODELS, "gearhead", "classifier-tiny"))
 def test_a_models_callbacks_are_those_of_the_default_and_stay_beside_cuda_graphs(model):
     default, plain, graphs = (
-        composed([f"model={model}", *more]).config.callbacks
-        for more in ([], ["callbacks=default"], ["callbacks=graphs"])
+        composed_once(f"model={model}", *more).callbacks for more in ([], ["callbacks=default"], ["callbacks=graphs"])
     )
 
     assert default == plain
@@ -343,6 +353,5 @@ def test_a_models_callbacks_are_those_of_the_default_and_stay_beside_cuda_graphs
 def test_callbacks_named_beside_their_model_are_the_same():
     for model in ("classifier", "wordle"):
         assert (
-            composed([f"model={model}", f"callbacks={model}"]).config.callbacks
-            == composed([f"model={model}"]).config.callbacks
+            composed_once(f"model={model}", f"callbacks={model}").callbacks == composed_once(f"model={model}").callbacks
         )
