@@ -90,6 +90,7 @@ def test_a_trained_model_is_used_from_a_folder(here):
     assert Diagnoser.from_checkpoint(here / "run/checkpoints/last.ckpt", device="cpu") is not None
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_lacks_a_piece_is_refused_at_once(here):
     (here / "run/checkpoints/last.ckpt/__1_0.distcp").unlink()
     done = Launched("resume=run", "trainer.max_steps=4", cwd=here).wait()

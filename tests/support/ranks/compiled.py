@@ -13,7 +13,8 @@ from tests.support.ranks.planned_runs import for_certain
 from tests.support.ranks.shard_faults import Fails, local_rank
 from tests.support.ranks.sharded import FEW, Deep, trained
 
-SETTINGS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1, "module": {"rows": FEW}}
+SETTINGS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1}
+ROWS = {"planned": 12, "split": FEW, "failing": FEW}  # a fault comes in the third batch of eight rows
 
 
 class CompiledByUser(Deep):
@@ -53,7 +54,9 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
     strategy = UnifiedFSDPStrategy(hold=hold, compile="blocks", **options)
     events = [Fails("backward")] if name == "failing" else []
     with mock.patch("lightning_unified.options.compilation.Compiler", return_value=graphs):
-        fit = trained(strategy, *events, ranks=2, rank=local_rank(), kind=Latest, **SETTINGS)
+        fit = trained(
+            strategy, *events, ranks=2, rank=local_rank(), kind=Latest, module={"rows": ROWS[name]}, **SETTINGS
+        )
     fit |= {"graphs": graphs.frame_count, "breaks": dict(counters["graph_break"])}
     return {**fit, "plan": strategy.plan, "left": list(compiled_parts(Latest.latest))}
 
@@ -61,7 +64,7 @@ def _fit(hold: Any, name: str) -> dict[str, Any]:
 def by_user(hold: Any) -> dict[str, Any]:
     for_certain()
     strategy = UnifiedFSDPStrategy(hold=hold)
-    fit = trained(strategy, ranks=2, rank=local_rank(), kind=CompiledByUser, **SETTINGS)
+    fit = trained(strategy, ranks=2, rank=local_rank(), kind=CompiledByUser, module={"rows": FEW}, **SETTINGS)
     return {**fit, "plan": strategy.plan}
 
 

@@ -96,11 +96,18 @@ def planned(hold: Hold, whole: int, half: int) -> dict[str, Any]:
         "enough": _planned(GIB, hold=hold),
         "recomputed": _planned(whole, hold=hold),
         "one is short": _planned((GIB, half)[rank()], HoldsHalf(), hold=hold),
+        "refused": _refused(hold),
+    }
+
+
+def planned_otherwise(hold: Hold) -> dict[str, Any]:
+    """Return fits without a plan, of modules that shard themselves, and with validations."""
+    for_certain()
+    return {
         "unplanned": _planned(GIB, HoldsHalf(), predict=False, hold=hold),
         "shards itself": _planned(GIB, kind=ShardsItself, hold=hold),
         "shards its way": _planned(GIB, kind=ShardsItsWay, hold=hold),
         "validates": _planned(GIB, kind=Deep, fit=SETTINGS["clipped windows"], hold=hold),
-        "refused": _refused(hold),
     }
 
 
@@ -117,7 +124,7 @@ def _planned(
 ) -> dict[str, Any]:
     StepBudget.left = property(lambda _: left)
     strategy, held = UnifiedFSDPStrategy(**options), Held()
-    done = trained(strategy, held, *callbacks, ranks=2, rank=rank(), kind=kind, **(fit or {}))
+    done = trained(strategy, held, *callbacks, ranks=2, rank=rank(), kind=kind, **(fit or {"max_epochs": 1}))
     return {**done, "plan": strategy.plan, "held": held.bytes}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from lightning_unified import RunCheckpoint, UnifiedFSDPStrategy
 from lightning_unified.step.sharding import rows, saving
 from tests.support.ranks.modules import TEXT
-from tests.support.ranks.sharded import FEW, Fails, local_rank, trained
+from tests.support.ranks.sharded import FEW, ROWS, Fails, local_rank, trained
 
 HOLDS = {"parameters": {"hold": "parameters"}, "shards": {"hold": "shards"}}
 
@@ -36,15 +36,15 @@ def resumed(size: int, folder: str, arguments: dict[str, Any]) -> dict[str, dict
     return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
 
 
-def stopped(size: int, folder: str, *callbacks: L.Callback, strategy: dict[str, Any] | None = None) -> dict[str, Any]:
+def stopped(size: int, folder: str, *, strategy: dict[str, Any] | None = None, rows: int = ROWS) -> dict[str, Any]:
     """Return a run that stops after an epoch, with a checkpoint."""
     own, made = run_checkpoint(folder), UnifiedFSDPStrategy(**(strategy or {}))
-    options: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": True}
-    return trained(made, own, *callbacks, ranks=size, rank=local_rank(), **options)
+    options: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": True, "module": {"rows": rows}}
+    return trained(made, own, ranks=size, rank=local_rank(), **options)
 
 
-def stopped_as_file(size: int, folder: str) -> dict[str, Any]:
-    return stopped(size, folder, strategy={"save_distributed_checkpoint": False})
+def stopped_as_file(size: int, folder: str, *, rows: int = ROWS) -> dict[str, Any]:
+    return stopped(size, folder, strategy={"save_distributed_checkpoint": False}, rows=rows)
 
 
 def continued(size: int, checkpoint: str, hold: str = "parameters") -> dict[str, Any]:
@@ -142,7 +142,7 @@ def with_model_checkpoint(folder: str) -> dict[str, Any]:
 
 
 def saves_a_file_through(phase: str, folder: str) -> dict[str, Any]:
-    """Return a run whose second rank runs out of memory while state is gathered."""
+    """Return a run of six batches whose second rank runs out of memory while state is gathered."""
     calls = []
     memory = rows._memory
 
@@ -154,7 +154,7 @@ def saves_a_file_through(phase: str, folder: str) -> dict[str, Any]:
 
     rows._memory = failing
     try:
-        return {**stopped_as_file(2, folder), "saved": sorted(os.listdir(folder))}
+        return {**stopped_as_file(2, folder, rows=44), "saved": sorted(os.listdir(folder))}
     finally:
         rows._memory = memory
 

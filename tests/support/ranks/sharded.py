@@ -18,7 +18,7 @@ from lightning_unified.strategies import fsdp
 from tests.support.ranks.runs import quiet
 from tests.support.ranks.shard_faults import Fails, ShrinksAt, local_rank
 
-ROWS = 44  # the last batch of eight rows is short
+ROWS, BATCHES = 28, 4  # the last batch of eight rows is short
 
 
 class Block(nn.Module):
@@ -143,7 +143,7 @@ def alone(name: str, **options: Any) -> dict[str, Any]:
     return trained("auto", ranks=1, rank=0, tests=True, **SETTINGS[name], **options)
 
 
-FEW = 28  # rows of four batches, the last of them short
+FEW = ROWS
 STEP = {"max_epochs": 1, "gradient_clip_val": 0.05, "tests": True}
 
 

@@ -189,8 +189,8 @@ def run(name: str, rows: Any = 1, **arguments: Any) -> dict[str, Any]:
     return {**fits, "checks": checks.count, "rows seen": checks.rows_seen}
 
 
-def several(*runs: tuple[str, Any]) -> list[dict[str, Any]]:
-    return [run(name, rows) for name, rows in runs]
+def several(*runs: tuple[str, Any]) -> dict[tuple[str, Any], dict[str, Any]]:
+    return {(name, rows): run(name, rows) for name, rows in runs}
 
 
 def windows_by_terms(*rows: Any) -> list[list[torch.Tensor]]:

@@ -296,6 +296,7 @@ def test_it_can_be_sent_to_a_process_that_is_spawned():
     assert pickle.loads(pickle.dumps(strategy)).policy.sizes.max_micro_batch_size == 3
 
 
+@pytest.mark.slow
 def test_a_trainer_of_two_ranks_pickles_while_it_trains():
     for steps in on_ranks(ddp_runs.pickled):
         assert steps and all(steps)

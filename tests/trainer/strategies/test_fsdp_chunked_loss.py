@@ -41,7 +41,8 @@ def test_ranks_that_compute_the_loss_in_chunks_train_as_one_process(hold, rows):
     assert [fit["kinds"] for fit in fits] == [{"LazyLogits"}] * 2
 
 
-@pytest.mark.parametrize("hold", ["shards", slow("parameters")])
+@pytest.mark.slow
+@pytest.mark.parametrize("hold", ["shards", "parameters"])
 def test_logits_that_the_module_keeps_are_those_of_the_step(hold):
     fits = chunked(hold, Llama, keeps=True)
 
@@ -58,7 +59,7 @@ def test_an_output_layer_that_is_gathered_for_itself_computes_its_logits_at_once
     assert [fit["kinds"] for fit in fits] == [{"Tensor"}] * 2
 
 
-@pytest.mark.parametrize("hold", ["shards", "parameters"])
+@pytest.mark.parametrize("hold", ["shards", slow("parameters")])
 def test_chunks_lower_the_predicted_peak_of_a_rank(hold):
     def peak(chunk):
         batch = {"tokens": torch.zeros(16, 64, dtype=torch.long)}

@@ -12,38 +12,39 @@ from tests.support.ranks.sharded import FEW
 from tests.support.ranks.sharded import alone as whole_fit
 
 both = pytest.mark.parametrize("hold", ["shards", slow("parameters")])
-NAMES = ("planned", "split", "failing")
+each = pytest.mark.parametrize("name", ["planned", slow("split"), slow("failing")])
 
 
 @cache
-def alone():
-    return whole_fit("plain", module={"rows": FEW})["weights"]
+def alone(rows):
+    return whole_fit("plain", module={"rows": rows})["weights"]
 
 
 @cache
-def ranks(hold):
-    return on_ranks(compiled.fits, hold, *NAMES)
+def ranks(hold, name):
+    return on_ranks(compiled.fits, hold, name)
 
 
 @both
-@pytest.mark.parametrize("name", NAMES)
+@each
 def test_compiled_blocks_train_as_one_process(hold, name):
-    for fits in ranks(hold):
-        torch.testing.assert_close(fits[name]["weights"], alone(), rtol=0, atol=1e-10)
-    assert [fits["failing"]["recoveries"] for fits in ranks(hold)] == [1, 1]
+    for fits in ranks(hold, name):
+        torch.testing.assert_close(fits[name]["weights"], alone(compiled.ROWS[name]), rtol=0, atol=1e-10)
+        assert fits[name]["recoveries"] == (name == "failing")
 
 
 @both
-def test_the_gathering_of_parameters_breaks_no_graph(hold):
-    for fits in ranks(hold):
-        assert [fits[name]["breaks"] for name in NAMES] == [{}] * 3
-        assert fits["planned"]["graphs"] == 1
-        assert not any(fits[name]["left"] for name in NAMES)
+@each
+def test_the_gathering_of_parameters_breaks_no_graph(hold, name):
+    for fits in ranks(hold, name):
+        assert fits[name]["breaks"] == {}
+        assert fits[name]["graphs"] == 1 or name != "planned"
+        assert not fits[name]["left"]
 
 
 @both
 def test_compiled_blocks_are_planned(hold):
-    for fits in ranks(hold):
+    for fits in ranks(hold, "planned"):
         plan = fits["planned"]["plan"]
         assert plan.reasons["compile"].startswith("as asked: 3 blocks of blocks")
         assert plan.prediction is not None
@@ -53,7 +54,7 @@ def test_compiled_blocks_are_planned(hold):
 @pytest.mark.parametrize("hold", ["shards", "parameters"])
 def test_blocks_that_the_user_compiled_train_and_are_planned(hold):
     for fit in on_ranks(compiled.by_user, hold):
-        torch.testing.assert_close(fit["weights"], alone(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(fit["weights"], alone(FEW), rtol=0, atol=1e-10)
         assert fit["plan"].prediction is not None
 
 

@@ -30,9 +30,14 @@ def planned(hold):
 
 
 @cache
+def otherwise(hold):
+    return on_ranks(planned_shards.planned_otherwise, hold)
+
+
+@cache
 def alone():
     kind: Any = planned_shards.Rows
-    return trained("auto", ranks=1, rank=0, kind=kind)["weights"]
+    return trained("auto", ranks=1, rank=0, kind=kind, max_epochs=1)["weights"]
 
 
 def assert_trained_as_alone(fits):
@@ -49,10 +54,16 @@ def test_a_fit_predicts_the_peak_that_a_plan_predicts(hold):
 
 
 @both
-def test_a_plan_avoids_the_recovery_that_an_unplanned_fit_needs(hold):
+def test_a_plan_avoids_a_recovery(hold):
     for fits in planned(hold):
-        assert fits["unplanned"]["recoveries"] == 1
         assert fits["one is short"]["recoveries"] == 0
+
+
+@pytest.mark.slow
+@both
+def test_a_fit_without_a_plan_needs_the_recovery(hold):
+    for fits in otherwise(hold):
+        assert fits["unplanned"]["recoveries"] == 1
 
 
 @both
@@ -74,17 +85,19 @@ def test_ranks_recompute_where_whole_batches_fit_so(hold):
         assert_trained_as_alone(fits["recomputed"])
 
 
+@pytest.mark.slow
 @both
 def test_a_module_that_shards_itself_is_planned_as_it_does(hold):
     peak = planned_shards.needed(hold, planned_shards.ShardsItself)[ROWS, 0].peak_bytes
-    for fits in planned(hold):
+    for fits in otherwise(hold):
         assert fits["shards itself"]["plan"].prediction.peak_bytes == peak
         assert_trained_as_alone(fits["shards itself"])
 
 
+@pytest.mark.slow
 @both
 def test_a_module_that_shards_itself_in_other_ways_trains_unplanned_and_says_so(hold):
-    for fits in planned(hold):
+    for fits in otherwise(hold):
         own = fits["shards its way"]
         assert own["plan"].prediction is None
         assert len([event for event in own["events"] if "configure_model of ShardsItsWay shards it" in event]) == 1
@@ -101,10 +114,11 @@ def test_shards_and_whole_parameters_count_as_held_by_the_step(hold):
         assert fits["enough"]["held"][1] == pytest.approx(parameters + scratch + 3 * whole // 2, abs=100)
 
 
+@pytest.mark.slow
 @both
 def test_validations_are_planned_with_the_step(hold):
     weights = trained("auto", ranks=1, rank=0, **SETTINGS["clipped windows"])["weights"]
-    for fits in planned(hold):
+    for fits in otherwise(hold):
         validation = fits["validates"]["plan"].prediction.validation
         assert (validation.rows, validation.num_micro_batches) == (4, 1)
         assert validation.peak_bytes < fits["validates"]["plan"].prediction.peak_bytes
