@@ -228,14 +228,14 @@ def resident_bytes():
 def test_a_process_that_outgrows_its_budget_on_a_cpu_runs_smaller_micro_batches():
     class Hungry(BoringModel):
         def training_step(self, batch, batch_idx):
-            ballast = torch.ones(len(batch), 2**23)  # 32 MiB a row
+            ballast = torch.ones(len(batch), 2**22)  # 16 MiB a row
             return super().training_step(batch, batch_idx)["loss"] + 0 * ballast.sum()
 
         def train_dataloader(self):
             return torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16)
 
     resident = resident_bytes()
-    strategy = UnifiedStrategy(budget=resident + 150 * 2**20)
+    strategy = UnifiedStrategy(budget=resident + 75 * 2**20)
     trainer = L.Trainer(strategy=strategy, max_steps=4, **QUIET)
     trainer.fit(Hungry())
 
