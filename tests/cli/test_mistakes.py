@@ -78,11 +78,9 @@ OF_EACH_SORT = (
     "hardware that is not here",
     "a misspelt choice in a sweep",
     "a run directory that is a file",
-    "a negative seed",
     "a misspelt key",
     "a list without -m",
     "a budget that cannot hold the weights",
-    "a micro-batch of nothing",
     "files that are not there",
     "resuming from nothing",
 )

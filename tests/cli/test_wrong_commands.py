@@ -14,7 +14,7 @@ from lightning_unified.cli.report import command as report
 from lightning_unified.cli.watch import command as watch
 from lightning_unified.models.classifier import __main__ as classifier
 from tests.cli.conftest import CONF, TINY
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 
 MODULE = """
 import torch, lightning as L
@@ -156,7 +156,7 @@ def is_one_line(text):
     return len([line for line in text.splitlines() if line.strip() and not line.startswith("usage:")]) == 1
 
 
-@pytest.mark.parametrize("name", some(TRAIN, *FAST_TRAIN))
+@first_cells(2, "name", some(TRAIN, *FAST_TRAIN))
 def test_a_wrong_override_is_answered_by_one_line(command, name):
     overrides, answer = TRAIN[name]
     done = command(*(TINY if not any(one.startswith(("data=", "model=")) for one in overrides) else ()), *overrides)

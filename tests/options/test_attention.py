@@ -17,7 +17,7 @@ from lightning_unified.nn.attention import ChunkedAttention, function, queries_o
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options.attention import attention_choices
 from lightning_unified.planner.search.combinations import combinations_to_compare
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 
 WIDTH, LENGTH = 32, 96
 FAMILIES = ("Bart", "Falcon", "GPT2", "GPTNeoX", "Gemma3", "Llama", "Mistral", "OPT", "Phi3", "Qwen2")
@@ -51,7 +51,7 @@ def assert_alike(module, step):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("family", some(FAMILIES, "Bart", "Falcon", "GPT2", "Gemma3"))
+@first_cells(1, "family", some(FAMILIES, "Bart", "Falcon", "GPT2", "Gemma3"))
 def test_a_transformers_model_trains_alike(family):
     pytest.importorskip("transformers")
     from tests.support.causal_lms import VOCABULARY, causal_lm
@@ -64,7 +64,7 @@ def test_a_transformers_model_trains_alike(family):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("causal", [True, False])
+@first_cells(1, "causal", [True, False])
 def test_torchs_transformer_encoder_trains_alike(causal):
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
     net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -128,7 +128,7 @@ SETTINGS = {
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("how", some(SETTINGS, "split", "recomputed"))
+@first_cells(1, "how", some(SETTINGS, "split", "recomputed"))
 def test_a_fit_in_chunks_equals_lightnings(how):
     plain, module = Attentive(), Attentive()
     fit(plain)
@@ -195,6 +195,7 @@ class Language(Attentive):
         return self.net(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("attention", some(["torch", "chunked"], "chunked"))
 @pytest.mark.parametrize(
@@ -228,6 +229,7 @@ def test_a_prediction_counts_the_scores_of_one_chunk():
     assert whole - chunked > 3 * 4 * 4 * 512 * 512 * 4  # the probabilities of three layers in float32
 
 
+@pytest.mark.slow
 def test_plans_compare_attention_only_where_it_is_open():
     batch, options = torch.zeros(1, 64, WIDTH), {"budget": "8MiB", "recompute": False, "rates": tabled_rates("m2-16gb")}
 
@@ -256,6 +258,7 @@ def test_the_users_attention_is_compared_first_and_chunks_alone_always():
     assert len(set(found)) == len(found) == 8
 
 
+@pytest.mark.slow
 def test_compiled_modules_keep_torchs_attention():
     module = Attentive()
     module.net.compile()

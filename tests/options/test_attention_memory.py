@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.options.attention.attention_peaks import KINDS, SIZES, peaks
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 
 FAST = (
     ("language", "chunked", False, SIZES[0]),
@@ -13,7 +13,7 @@ FAST = (
 CELLS = crossed(KINDS, ("torch", "chunked"), (False, True), SIZES, fast=FAST)
 
 
-@pytest.mark.parametrize(("kind", "attention", "recompute", "sizes"), CELLS)
+@first_cells(1, ("kind", "attention", "recompute", "sizes"), CELLS)
 def test_a_simulated_mac_counts_the_predicted_peak(kind, attention, recompute, sizes):
     if kind == "language":
         pytest.importorskip("transformers")

@@ -14,6 +14,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.compiled import compiled_parts, is_compiled, parts_with_graphs
 from lightning_unified.nn.recomputing import Recomputing, is_recomputed
 from lightning_unified.options import Compilation, CompileCost, MemoryOptions, compile_pays, recompute_policies
+from tests.support.lanes import first_cells
 
 
 class Block(nn.Module):
@@ -79,6 +80,7 @@ def test_one_graph_serves_all_blocks_and_all_numbers_of_rows_but_one(counter):
     assert counter.frame_count == 2, "an evaluation runs uncompiled"
 
 
+@pytest.mark.slow
 def test_torchs_own_layers_are_compiled_too(counter):
     module, compilation = Deep(), Compilation("blocks")
     module.layers = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 12) for _ in range(3))
@@ -104,7 +106,7 @@ def test_checkpointing_wraps_the_compiled_block(counter):
     assert all(map(is_compiled, module.layers)) and not any(map(is_recomputed, module.layers))
 
 
-@pytest.mark.parametrize("what", ["blocks", "whole"])
+@first_cells(1, "what", ["blocks", "whole"])
 def test_the_module_leaves_as_it_came(counter, what):
     module, compilation = Deep(), Compilation(what)
     names, attributes = list(module.state_dict()), [dict(vars(one)) for one in module.modules()]
@@ -119,6 +121,7 @@ def test_the_module_leaves_as_it_came(counter, what):
     assert [dict(vars(one)) for one in module.modules()] == attributes
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_no_attention_outputs():
     module = Deep()
     assert any(policy.keep_attention for policy in recompute_policies(module))

@@ -16,6 +16,7 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, Compilation, recompute_policies
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.search.combinations import combinations_to_compare
+from tests.support.lanes import first_cells
 
 WIDTH = 16
 
@@ -128,7 +129,7 @@ def attention_in_step(module, x):
     return sum(name == "aten::_scaled_dot_product_flash_attention_for_cpu" for name in names) / len(module.blocks)
 
 
-@pytest.mark.parametrize(("share", "times"), [(0.1, 1), (0.0, 2)])
+@first_cells(1, ("share", "times"), [(0.1, 1), (0.0, 2)])
 def test_attention_runs_again_only_where_nothing_is_kept(compiled, share, times):
     module = AttentionNet()
     compiled.begin(module)
@@ -184,7 +185,7 @@ class Written(nn.Module):
         return x + hidden * hidden.sigmoid()
 
 
-@pytest.mark.parametrize("policy", [None, kept(0.3), kept(0.0)], ids=str)
+@first_cells(1, "policy", [None, kept(0.3), kept(0.0)], ids=str)
 def test_gradients_see_buffers_as_they_were_read(compiled, policy):
     module, x = Net(), torch.randn(12, WIDTH)
     module.blocks = nn.ModuleList(Written() for _ in range(2))
@@ -198,7 +199,8 @@ def test_gradients_see_buffers_as_they_were_read(compiled, policy):
     torch.testing.assert_close([*module.buffers()], [*plain.buffers()])
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.slow
+@first_cells(1, "sequence", [False, True])
 def test_passes_of_the_user_over_joint_graphs_still_run(compiled, sequence):
     seen, module = [], Net()
     compiled.begin(module)
@@ -208,6 +210,7 @@ def test_passes_of_the_user_over_joint_graphs_still_run(compiled, sequence):
     assert seen and all(isinstance(graph, torch.fx.Graph) for graph in seen)
 
 
+@pytest.mark.slow
 def test_every_fit_and_share_compiles_graphs_of_its_own(compiled):
     graphs, x = CompileCounter(), torch.randn(6, WIDTH)
     with (

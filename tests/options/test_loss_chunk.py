@@ -16,6 +16,7 @@ from lightning_unified.planner.search import compared
 transformers = pytest.importorskip("transformers")
 
 from tests.support.causal_lms import VOCABULARY, causal_lm  # noqa: E402
+from tests.support.lanes import first_cells  # noqa: E402
 from tests.support.modules.decoders import CLASSES, Decoder  # noqa: E402
 
 
@@ -92,7 +93,7 @@ def whole(request):
     return request.param, module, dict(trainer.callback_metrics)
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 3, "recompute": True}], ids=["whole", "split"])
+@first_cells(1, "settings", [{}, {"micro_batch_size": 3, "recompute": True}], ids=["whole", "split"])
 def test_a_fit_in_chunks_equals_lightnings_with_its_logs_and_returned_logits(whole, settings):
     family, plain, metrics = whole
     module = Tuned(causal_lm(family, dtype=torch.float32))
@@ -211,7 +212,7 @@ class Foreign(Tuned):
         self.plans.append(getattr(self.trainer.strategy, "plan", None))
 
 
-@pytest.mark.parametrize("form", ["linear", "functional"])
+@first_cells(1, "form", ["linear", "functional"])
 def test_a_module_of_the_users_own_trains_in_chunks_as_in_lightning(form):
     plain, module = Foreign(form), Foreign(form)
     metrics = dict(fit(plain, "auto", vocabulary=CLASSES, validates=False).callback_metrics)
@@ -231,7 +232,8 @@ def test_a_module_of_the_users_own_trains_in_chunks_as_in_lightning(form):
     assert not any("forward" in vars(one) for one in module.modules())
 
 
-@pytest.mark.parametrize("form", ["linear", "transposed"])
+@pytest.mark.slow
+@first_cells(1, "form", ["linear", "transposed"])
 def test_a_prediction_counts_the_chunk_of_a_users_own_module(form):
     module, batch = Foreign(form), torch.zeros(16, 129, dtype=torch.long)
     logits = 16 * 128 * CLASSES * 4

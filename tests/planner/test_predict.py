@@ -178,6 +178,7 @@ def test_a_step_that_never_fits_is_refused_with_sizes_that_would(module):
     assert min(one.reserved_bytes for one in plan.alternatives) > 2 * MIB
 
 
+@pytest.mark.slow
 def test_a_later_phase_is_searched_as_a_fit_searches_it_unless_it_does_not_fit(module, tight):
     given = {"device": "cuda", "rates": RATES}
     phases, budgets = Phases(), (tight.budget_bytes, tight.budget_bytes, MIB)
@@ -190,6 +191,7 @@ def test_a_later_phase_is_searched_as_a_fit_searches_it_unless_it_does_not_fit(m
     assert short.alternatives == lightning_unified.plan(module, BATCH, budget=MIB, **given).alternatives
 
 
+@pytest.mark.slow
 def test_machines_of_one_backend_are_planned_alike_under_one_budget(module, tight):
     machines = dict.fromkeys(("one", "other"), ("cuda", tight.budget_bytes, RATES))
     plans = plan_many(module, BATCH, machines)
@@ -244,6 +246,7 @@ class Sampler(GearHead):
         return {"rows": 8, "prompts": 2, "prompt": 16, "new": 33}
 
 
+@pytest.mark.slow
 def test_the_seconds_of_a_step_include_the_sampling_before_it():
     sizes = {"width": 32, "heads": 2, "layers": 1, "feed_forward": 64, "positions": 64}
     batch = {"input_ids": torch.zeros(8, 64, dtype=torch.long), "labels": torch.zeros(8, 64, dtype=torch.long)}

@@ -300,6 +300,7 @@ TRACED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting"), TRACED)
 def test_blocks_that_differ_or_change_state_are_all_traced(kind, setting):
     skipped, full, runs = both(kind, **setting)

@@ -15,7 +15,7 @@ from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.row_lengths import RowLengths, aligned
 from lightning_unified.planner.search.step_traces import StepTraces
 from lightning_unified.units import MIB
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 
 ROWS, WIDTH = 16, 8
 
@@ -65,6 +65,7 @@ def test_another_length_takes_the_bytes_of_its_own_dry_run(backend):
         assert peak(found._trace(first, 2, later)).bytes == peak(own).bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", some(["cuda", "mps"], "cuda"))
 def test_the_plans_own_dry_runs_give_the_longest_of_three_lengths(backend):
     module, planned = Attends(), 300
@@ -85,7 +86,7 @@ def test_the_plans_own_dry_runs_give_the_longest_of_three_lengths(backend):
         assert peak(found._trace(first, 2, later)).bytes == peak(one).bytes
 
 
-@pytest.mark.parametrize("planned", [304, 200])
+@first_cells(1, "planned", [304, 200])
 def test_a_planned_length_that_is_not_padded_or_too_short_gives_no_lines(planned):
     traces = StepTraces(StepSpec(module=Attends(), batch=tokens_of(planned, 120), backend="cuda"))
     combination = Combination(precision="32-true")

@@ -10,6 +10,7 @@ from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.planner import Planner
 from lightning_unified.planner.search.step_traces import SizeLimits, StepTraces
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from tests.support.lanes import first_cells
 from tests.support.zoo.dry_run import Perceptron
 
 RATES = Rates(name="kept", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-5, kernel=0.0, part=0.0)
@@ -39,7 +40,7 @@ def test_brief_speeds_are_named_as_such_and_not_saved(calibration):
     assert calibration.rates is None
 
 
-@pytest.mark.parametrize(("rows", "could"), [(24, True), (10, False)])  # 12 and 12, or 8, 8, 8; 5 and 5, and no 8
+@first_cells(1, ("rows", "could"), [(24, True), (10, False)])  # 12 and 12, or 8, 8, 8; 5 and 5, and no 8
 def test_alignment_matters_where_an_unaligned_split_has_an_aligned_neighbour(rows, could):
     step = StepSpec(module=Perceptron(), batch=Perceptron.batch(rows))
     planner = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=rows // 2)))

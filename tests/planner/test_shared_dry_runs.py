@@ -20,7 +20,7 @@ from lightning_unified.planner.search.step_traces import SizeLimits, StepTraces
 from lightning_unified.step.undo.plans import CopyBuffers
 from tests.planner.dry_run.test_dry_runs import numbered, summed_up
 from tests.planner.test_repeated_blocks import Stack, language
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 from tests.support.zoo.dry_run import trace_step
 
 MPS = {"backend": "mps", "precision": "bf16-mixed"}
@@ -89,6 +89,7 @@ class OffersChunk(Stack):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(2, None, None), slow((2, 1, 1, None, None)), slow((None, 2, 2, None))])
 def test_each_loss_chunk_is_traced_as_alone_whatever_came_before(chunks, counted):
     module, batch = OffersChunk(), OffersChunk.batch(4)
@@ -101,6 +102,7 @@ def test_each_loss_chunk_is_traced_as_alone_whatever_came_before(chunks, counted
     assert module.loss_chunk_rows is None
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_later_fake_copy_skips_known_blocks(counted):
     step, twins = StepSpec(module=Stack(), batch=Stack.batch(4), **MPS), Twins()
     first = DryRun(step, twins=twins).run(4)
@@ -125,9 +127,7 @@ def test_another_attention_learns_no_block_anew(counted):
     assert summed_up(found[1])[1:4] == summed_up(alone)[1:4]
 
 
-@pytest.mark.parametrize(
-    ("windows", "is_borrowed"), [([3] * 7, True), (range(7), True), ([3, 3, 3, 5, 3, 3, 3], False)]
-)
+@first_cells(1, ("windows", "is_borrowed"), [([3] * 7, True), (range(7), True), ([3, 3, 3, 5, 3, 3, 3], False)])
 def test_blocks_of_other_settings_are_no_twins_under_another_attention(windows, is_borrowed):
     module, known, other = Stack(), Twins(), Twins()
     DryRun(StepSpec(module=module, batch=Stack.batch(4)), twins=known).run(4)
@@ -141,6 +141,7 @@ def test_blocks_of_other_settings_are_no_twins_under_another_attention(windows, 
     assert not other.runs  # runs that failed are not borrowed again
 
 
+@pytest.mark.slow
 def test_the_training_step_before_a_validation_step_skips_known_blocks(counted):
     class Validated(Stack):
         def validation_step(self, batch, batch_idx):
@@ -159,6 +160,7 @@ def test_the_training_step_before_a_validation_step_skips_known_blocks(counted):
     assert numbered(found[0]) == numbered(found[1])
 
 
+@pytest.mark.slow
 def test_a_later_phase_learns_no_block_anew(counted):
     phases = Phases()
     steps = [StepSpec(module=Stack(), batch=Stack.batch(rows), **MPS) for rows in (4, 6)]
@@ -200,7 +202,8 @@ def test_a_trace_is_replayed_once_for_each_limit(monkeypatch):
     assert len(replays) == 2  # without a limit, and within the small one; the large one changes nothing
 
 
-@pytest.mark.parametrize("torch_version", [(2, 13), (2, 14)], ids=["heaps", "placement"])
+@pytest.mark.slow
+@first_cells(1, "torch_version", [(2, 13), (2, 14)], ids=["heaps", "placement"])
 def test_limits_between_which_no_comparison_changes_share_a_replay(torch_version):
     trace = trace_step(Stack(), Stack.batch(4), rows=4, num_micro_batches=1, **MPS)
     settings = AllocatorSettings(torch_version=torch_version)

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_unified.cli.config.composition import composed, searching
 from tests.support import ROOT
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 
 FILES = ("Makefile", "pyproject.toml", "requirements.lock", "requirements-data.txt")
 RELEASE = next(
@@ -113,7 +113,8 @@ def test_a_python_of_another_version_than_the_environment_is_not_ignored(checkou
     assert make(checkout, "train", f"PYTHON={other}")[0] == 0
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("target", "hardware", "rows", "micro_batches", "length"),
     [
         ("train-small", "hardware=cuda", 8, 4, 1024),

@@ -15,7 +15,7 @@ from lightning_unified.hardware import Figure
 from lightning_unified.step import device_gradients as parity
 from lightning_unified.step.exactness.trials import host
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 from tests.support.modules.split import ByItsOwnMode
 
@@ -125,7 +125,8 @@ def lacks_bfloat16_lstm():
     return False
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("kind", "precision"),
     crossed(
         [MLP, RaggedTokens, Recurrent],
@@ -165,6 +166,7 @@ def test_a_wrong_gradient_is_named_with_issue_and_remedy_and_the_run_goes_on(as_
     assert any(event.startswith("gradients of 4 rows on cpu differ") for event in trainer.strategy.events)
 
 
+@pytest.mark.slow
 def test_each_new_size_is_compared_once(as_mps):
     train(MLP, callbacks=[Sizes(4, 4, 4, 2, 2, 4)])
 
@@ -177,6 +179,7 @@ def test_whole_batches_are_compared_only_after_a_batch_was_split(as_mps):
     assert [rows for rows, _ in as_mps] == [4, 8, 6]
 
 
+@pytest.mark.slow
 def test_other_devices_are_not_compared(monkeypatch):
     monkeypatch.setattr(parity.DeviceGradientCheck, "_compared", lambda *_, **__: pytest.fail("compared"))
 
@@ -224,7 +227,8 @@ class HoldsWeights(MLP):
         return nn.functional.cross_entropy(self.net[3](hidden), batch["y"])
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("kind", "text"),
     [
         (Noise, "its step draws random numbers"),
@@ -241,6 +245,7 @@ def test_what_cannot_be_compared_is_said_once_and_the_run_goes_on(as_mps, kind, 
     assert text in excuses(trainer)[0]
 
 
+@pytest.mark.slow
 def test_noise_that_the_cpu_makes_anew_in_each_run_is_no_fault(as_mps):
     class Draws(OnItsDevice):
         """Counts on in the CPU's runs only."""
@@ -257,6 +262,7 @@ def test_noise_that_the_cpu_makes_anew_in_each_run_is_no_fault(as_mps):
     assert "draws random numbers" in excuses(trainer)[0]
 
 
+@pytest.mark.slow
 def test_dropout_by_a_module_s_own_mode_is_off_while_gradients_are_compared(as_mps):
     class Drops(MLP):
         def __init__(self):
@@ -268,6 +274,7 @@ def test_dropout_by_a_module_s_own_mode_is_off_while_gradients_are_compared(as_m
     assert [type(distance) for _, distance in as_mps] == [float, float]
 
 
+@pytest.mark.slow
 def test_copies_that_do_not_fit_are_not_made(as_mps, monkeypatch):
     reading = BudgetWatch.reading
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError, SplitError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import MLP, RaggedTokens
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
@@ -93,7 +93,8 @@ def evaluated(how, *, most=99, strategy=None):
     return figures, outputs.seen, strategy, torch.get_rng_state()
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("how", "most"),
     crossed(["validate", "test"], [1, 3, 5], fast=[("validate", 3), ("test", 1), ("test", 5)]),
 )
@@ -136,6 +137,7 @@ def test_a_size_given_for_evaluations_is_used_from_the_first_batch():
     assert figures["loss_epoch"] == pytest.approx(evaluated("validate", strategy="auto")[0]["loss_epoch"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_validation_inside_fit_leaves_training_as_it_was():
     def trained(most):
         module = made(most)
@@ -223,7 +225,7 @@ def test_without_recovery_the_original_error_is_raised():
     assert type(caught.value) is RuntimeError
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+@first_cells(1, "stage", ["fit", "validate", "test"])
 def test_a_logger_is_no_state_that_an_evaluation_step_writes(stage, tmp_path):
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"kept": 1.0}, step=0)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import MergeRules, MicroBatchRules, UnifiedStrategy
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -42,7 +42,7 @@ def validated(strategy, *, batch_size, seed=0, **options):
 SMALL = (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@first_cells(1, "seed", range(3))
 @pytest.mark.parametrize(("micro", "batch_size"), crossed(SMALL, (3, 5, 8), fast=[(2, 8), (1, 5), (2, 3)]))
 def test_means_by_other_weights_than_rows_are_the_whole_batchs(micro, batch_size, seed):
     whole, _ = validated("auto", batch_size=batch_size, seed=seed)

@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 
 from lightning_unified.strategies import UnifiedStrategy
 from tests.support import ROOT
+from tests.support.lanes import first_cells
 
 CONF = ROOT / "conf"
 LINES = [line.lstrip("# ") for line in (CONF / "unified.yaml").read_text().splitlines() if line.startswith("#   ")]
@@ -36,8 +37,7 @@ def test_the_recipe_is_two_lines_of_yaml():
     }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "budget", "micro_batch_size", "batch_size"),
+@first_cells(1, ("overrides", "budget", "micro_batch_size", "batch_size"),
     [
         ((), "auto", "auto", 32),
         (("memory=small",), "up to 8GiB", 4, 8),

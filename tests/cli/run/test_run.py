@@ -159,6 +159,7 @@ def test_another_strategy_of_lightning_can_be_compared_with(command, tiny, tmp_p
     assert "none: only the unified strategies keep a budget" in done.out
 
 
+@pytest.mark.slow
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(command, tiny, tmp_path):
     steady = ("memory=debug", "data.drop_last=false", "model.schedule=constant", *tiny)
     assert command("trainer.max_steps=2", "run_dir=run", *steady).code == 0

@@ -15,7 +15,7 @@ from lightning_unified.cli.main import main
 from lightning_unified.cli.plan.target_machine import target_of
 from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
 from tests.cli.conftest import CONF
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 
 
 def test_a_run_on_a_simulated_mac_keeps_its_contract_and_marks_every_figure(command, tiny, tmp_path):
@@ -53,7 +53,8 @@ def test_a_resumed_run_stays_on_the_simulated_machine(command, tiny, tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text())["device"] == "mps (simulated m2-16gb on cpu)"
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("overrides", "message"),
     [
         (
@@ -86,7 +87,7 @@ def test_doctor_looks_at_a_simulated_machine(name, capsys):
     assert diagnosis["reading"]["total"]["source"].startswith(f"simulated {name}: ")
 
 
-@pytest.mark.parametrize(("data", "key"), [("builtin", "texts"), ("wordle", "wordle")])
+@first_cells(1, ("data", "key"), [("builtin", "texts"), ("wordle", "wordle")])
 def test_doctor_and_plan_agree_on_the_loader_processes_of_a_mac(data, key):
     machine = SimulatedMachine("m5-32gb")
     said = next(one for name, one in diagnose(sources=machine.sources).workers.items() if name.startswith(key))

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.backends import mimic
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 
 
 class Block(nn.Module):
@@ -59,7 +59,8 @@ def step(module, shape, *, dtype):
 DEVICES = (("cuda", torch.float32), ("rocm", torch.float16), ("mps", torch.bfloat16))
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("case", "backend", "dtype"),
     [
         (case, *device) if place % len(DEVICES) == turn else slow(case, *device)
@@ -92,7 +93,7 @@ def test_a_bias_is_added_in_place_where_the_product_is_another_kernel(fake, oper
     assert layer.bias.grad.shape == (4,)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@first_cells(1, "reentrant", [True, False])
 def test_recomputation_in_the_backward_pass_runs_as_the_target_too(fake, operations, reentrant):
     block, source = Block(), torch.empty(2, 16, 32, requires_grad=True)
     with operations() as ran, mimic("cuda"), torch.autocast("cpu", torch.bfloat16):

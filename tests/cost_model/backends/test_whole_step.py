@@ -144,6 +144,7 @@ class Language(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+@pytest.mark.slow
 def test_the_fake_cpu_comes_to_what_an_h200_took():
     """A recorded step has a peak of 0.840 GiB allocated.
 

@@ -31,6 +31,7 @@ def test_a_cpu_is_measured_in_all_that_a_plan_needs(here):
     assert all(source.startswith(("measured on", "part of", "judgement")) for source in here.sources.values())
 
 
+@pytest.mark.slow
 def test_of_a_machine_in_no_table_a_run_measures_what_it_multiplies_in():
     brief = brief_rates("cpu", name="a CPU", dtypes=["bfloat16"])
 
@@ -54,6 +55,7 @@ def test_a_large_product_is_predicted_within_an_order_of_magnitude(here):
     assert 1e-7 < here.launch < 1e-2
 
 
+@pytest.mark.slow
 def test_measuring_leaves_generators_and_settings_as_they_were():
     state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):

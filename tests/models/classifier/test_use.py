@@ -16,6 +16,7 @@ from lightning_unified.models.classifier.__main__ import main
 from lightning_unified.models.classifier.explanation.explain import explain
 from lightning_unified.models.classifier.explanation.render import page, segments, terminal
 from lightning_unified.models.classifier.inference.checkpoint import load
+from tests.support.lanes import first_cells
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +169,8 @@ def test_the_command_explains_in_the_terminal_and_as_a_page(trained, tmp_path, c
     assert page_at.read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    3,
     ("arguments", "code", "message"),
     [
         (["predict", "here.txt", "--checkpoint", "none.ckpt"], 2, "there is no checkpoint none.ckpt"),

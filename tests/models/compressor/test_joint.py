@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_unified.models.compressor.objective import estimators as objectives
-from tests.support.lanes import slow, some
+from tests.support.lanes import first_cells, slow, some
 
 KINDS = list(itertools.product(("reinforce", "relaxed"), ("restore", "predict"), ("infill", "copy")))
 
@@ -24,7 +24,7 @@ def _close(ours, theirs, bound=1e-12):
             assert (ours[name] - reference).norm() <= bound * max(reference.norm(), 1e-6), name
 
 
-@pytest.mark.parametrize(("objective", "target", "reading"), some(KINDS, *KINDS[::3]))
+@first_cells(1, ("objective", "target", "reading"), some(KINDS, *KINDS[::3]))
 def test_gradients_of_micro_batches_add_up_to_those_of_the_whole(build, batch, gradients, objective, target, reading):
     model = build(objective=objective, target=target, reading=reading, masks=3, kept_weight=0.1)
     prepared = model.prepare_batch(batch)
@@ -40,7 +40,7 @@ def test_gradients_of_micro_batches_add_up_to_those_of_the_whole(build, batch, g
             torch.testing.assert_close(torch.cat([part[name] for part in parts]), whole[name], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("objective", "target", "reading"), KINDS)
+@first_cells(3, ("objective", "target", "reading"), KINDS)
 def test_pads_change_no_loss_and_no_gradient(build, batch, gradients, padded, objective, target, reading):
     model = build(objective=objective, target=target, reading=reading)
     prepared = model.prepare_batch(batch)
@@ -179,6 +179,7 @@ def test_a_batch_of_pads_costs_nothing(build, batch, gradients):
         assert all(gradient is None or not gradient.any() for gradient in gradients(model, terms["loss"]).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "reading"), [slow("reinforce", "infill"), ("relaxed", "copy")])
 def test_four_texts_are_learnt_by_heart(build, batch, objective, reading):
     model = build(objective=objective, reading=reading, language_weight=0.0).float()

@@ -14,7 +14,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.objective.rate import CollapseWatch, Price
 from lightning_unified.options import recompute_policies
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 
 
 class _Data(LightningDataModule):
@@ -106,6 +106,7 @@ def test_the_price_moves_towards_the_target_and_never_below_zero():
     assert (price.integral.item(), price.value.item()) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_the_price_holds_the_target_against_a_policy_that_follows_its_gradient():
     """Of 400 tokens worth 0 to 4 nats, a policy of one free logit each keeps the stated share."""
     worth, entropy = torch.linspace(0, 4, 400), 0.5
@@ -125,7 +126,8 @@ def test_the_price_holds_the_target_against_a_policy_that_follows_its_gradient()
         assert (logits.detach().diff() > 0).float().mean() > 0.9  # and it ranks tokens by their worth
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("bias", "scale", "words"),
     [(30.0, 0.0, "keeps every token"), (-30.0, 0.0, "drops every token"), (0.0, 0.0, "the same chance")],
 )

@@ -11,7 +11,7 @@ import torch
 
 from lightning_unified.data.loader import LoaderOptions, ResumableLoader, plan_epoch
 from lightning_unified.data.packing import Rows, Sequence
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 
 
 def row(number, length):
@@ -108,7 +108,7 @@ WORKERS = [
 ]
 
 
-@pytest.mark.parametrize("workers", some(WORKERS, *WORKERS[:2]), ids=["none", "two", "persistent", "spawned"])
+@first_cells(1, "workers", some(WORKERS, *WORKERS[:2]), ids=["none", "two", "persistent", "spawned"])
 def test_a_new_loader_goes_on_where_the_old_one_was(workers):
     whole = [*contents(loader()), *contents(_at_epoch(1))]
     old = loader(**workers)

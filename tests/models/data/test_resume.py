@@ -8,6 +8,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_unified.data import TextData
+from tests.support.lanes import first_cells
 
 EPOCHS = 3
 
@@ -98,9 +99,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("place", "num_workers"), [*((place, 0) for place in PLACES), ("mid-epoch of the second epoch", 2)]
-)
+@first_cells(1, ("place", "num_workers"), [*((place, 0) for place in PLACES), ("mid-epoch of the second epoch", 2)])
 def test_a_resumed_run_sees_the_batches_that_were_left(tmp_path, place, num_workers):
     hook, call, done = PLACES[place]
     workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}

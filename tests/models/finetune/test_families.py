@@ -9,7 +9,7 @@ from lightning_unified.models.causal_lm.language_model import check_head, linear
 from lightning_unified.models.causal_lm.weights import build_language_model
 from tests.support.finetune import TINY, build, chats, data, fit
 from tests.support.finetune.plain_loop import NoFloat32, check_plain_loop
-from tests.support.lanes import crossed, some
+from tests.support.lanes import crossed, first_cells, some
 
 COMMON = {**TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CAPPED = {"head_dim": 8, "final_logit_softcapping": 3.0}
@@ -48,7 +48,8 @@ def tiny(family="llama", **changes):
     return build_language_model({**architecture(family), **changes}, attention="eager").double()
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("family", "kind", "size"),
     crossed(
         CHANGED,
@@ -62,19 +63,20 @@ def test_gradients_are_those_of_a_plain_loop(tmp_path, family, kind, size):
         check_plain_loop(tmp_path, kind, size=size, **settings(family))
 
 
-@pytest.mark.parametrize("family", some(OTHERS, "beam", "minicpm3"))
+@first_cells(1, "family", some(OTHERS, "beam", "minicpm3"))
 def test_other_families_get_them_too(tmp_path, family):
     with NoFloat32():
         check_plain_loop(tmp_path, "lora", size=2, **settings(family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some(["lora", "full"], "lora"))
 def test_packed_rows_and_chunks_change_nothing(tmp_path, kind):
     with NoFloat32():
         check_plain_loop(tmp_path, kind, size=2, packing=True, **settings("gemma2"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@first_cells(1, "dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [*CHANGED, *OTHERS, "llama"])
 def test_the_logits_are_the_models_own(family, dtype):
     model = tiny(family).to(dtype)

@@ -8,6 +8,7 @@ from lightning_unified.models.causal_lm.weights import build_language_model
 from lightning_unified.models.finetune import Finetune
 from lightning_unified.models.finetune.presets import PRESETS
 from tests.support.finetune import TINY, build, chats, data, fit
+from tests.support.lanes import first_cells
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -17,7 +18,7 @@ def weights(module):
     return torch.cat([one.detach().flatten() for one in module.parameters()])
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@first_cells(4, "name", PRESETS)
 def test_a_preset_has_the_parameters_it_states(name):
     with torch.device("meta"):
         module = Finetune(preset=name, lora_rank=None)
@@ -41,7 +42,7 @@ def folder(tmp_path):
     return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@first_cells(1, "dora", [False, True])
 def test_a_checkpoint_of_adapters_leaves_out_weights_that_were_read(tmp_path, folder, dora):
     settings = {"architecture": None, "pretrained": folder, "lora_rank": 2, "dora": dora, "learning_rate": 0.1}
     module = build(**settings)
@@ -59,7 +60,7 @@ def test_a_checkpoint_of_adapters_leaves_out_weights_that_were_read(tmp_path, fo
         build(lora_rank=2).on_load_checkpoint(torch.load(tmp_path / "last.ckpt", weights_only=True))
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@first_cells(1, "packing", [False, True])
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(tmp_path, packing):
     rows = {"packing": packing, "batch_size": 2}
     whole, again = build(), build(seed=1)

@@ -16,7 +16,7 @@ from lightning_unified.models.causal_lm.presets import MODELS
 from lightning_unified.models.finetune import Finetune, FinetuneData
 from tests.support import ROOT
 from tests.support.finetune import build, write_rows
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -27,7 +27,7 @@ SHAPE = {
 CAPPED = {"model_type": "gemma3_text", "head_dim": 16, "final_logit_softcapping": 30.0}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "smollm2_135m"])
+@first_cells(1, "name", [name for name in MODELS if name != "smollm2_135m"])
 def test_every_preset_is_a_choice_of_model_and_data(name):
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         chosen = compose("train", overrides=[f"model=finetune/{name}"], return_hydra_config=True)
@@ -50,6 +50,7 @@ def test_an_example_batch_has_the_form_of_the_data(tmp_path, packing):
     assert all(largest[name].shape[1] >= prepared[name].shape[1] for name in ("tokens", "places", "targets"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [slow({}), CAPPED], ids=["qwen2", "gemma3"])
 def test_a_simulated_mac_takes_the_predicted_memory(tmp_path, changes):
     class Kept(Finetune):

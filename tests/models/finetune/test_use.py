@@ -19,6 +19,7 @@ from lightning_unified.models.finetune.use.talk import pieces_of_text
 from lightning_unified.models.pretrained.adapters import adapters_off
 from tests.support.finetune import TINY, build, chats, conversations, data, fit
 from tests.support.grpo.training import grpo
+from tests.support.lanes import first_cells
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -62,6 +63,7 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_cache_gives_the_answers_of_whole_reads_over_several_turns(load):
     module = load("lora")
     answerer, turns = Answerer(module.policy, stop=stop_ids(module.chat)), []
@@ -95,7 +97,7 @@ def test_text_streams_in_whole_characters(load):
     assert not any("\ufffd" in piece for piece in found)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@first_cells(1, "kind", ["lora", "dora", "full"])
 def test_evaluation_is_the_mean_over_tokens_of_model_and_base(load, folder, kind):
     module = load(kind)
     examples = held_out(module, None)
@@ -118,7 +120,7 @@ def test_evaluation_is_the_mean_over_tokens_of_model_and_base(load, folder, kind
     assert set(found.samples[0].answers) == {"model", "base"}
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@first_cells(1, "kind", ["lora", "dora", "full"])
 def test_a_merged_folder_is_read_by_transformers_with_the_same_logits(load, tmp_path, kind):
     module = load(kind)
     files = write_merged(module, tmp_path / "out")

@@ -14,6 +14,7 @@ from lightning_unified.models.causal_lm.sampling import Sampling
 from lightning_unified.models.gearhead.__main__ import main
 from lightning_unified.models.gearhead.diagnoser import Diagnoser
 from lightning_unified.models.gearhead.module import GearHead
+from tests.support.lanes import first_cells
 from tests.support.programs import run_program
 
 GREEDY = Sampling(max_new_tokens=60, temperature=0)
@@ -200,7 +201,8 @@ def test_the_end_of_input_leaves_the_loop(checkpoint, monkeypatch):
     assert _main("--checkpoint", checkpoint) == 0
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    8,
     ("arguments", "code", "message"),
     [
         (["--checkpoint", "nowhere.ckpt"], 2, "there is no checkpoint nowhere.ckpt"),

@@ -74,6 +74,7 @@ def test_logged_shares_are_summed_even_where_rounding_makes_them():
     )
 
 
+@pytest.mark.slow
 def test_what_is_logged_of_a_split_batch_is_that_of_the_whole():
     runs = []
     for size in (None, 3):
@@ -236,6 +237,7 @@ def test_a_subclass_that_builds_its_policy_has_its_values_in_the_checkpoint(tmp_
     torch.testing.assert_close(weights_of(again).double(), weights_of(module))
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_rewards_what_each_prompt_asks_for():
     class SameParity(Task):
         def rewards(self, examples, completions, *, step=0):

@@ -17,6 +17,7 @@ from tests.support.grpo.training import (
     policy,
     traces,
 )
+from tests.support.lanes import first_cells
 
 
 class _Supervised(SupervisedLanguageModel):
@@ -24,7 +25,7 @@ class _Supervised(SupervisedLanguageModel):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad])
 
 
-@pytest.mark.parametrize("build", [grpo, _Supervised])
+@first_cells(1, "build", [grpo, _Supervised])
 def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens(build):
     model = policy(adapters=True)
     plain = copy.deepcopy(model).double()
@@ -72,7 +73,7 @@ def test_each_phase_has_its_own_rate():
     assert rates == pytest.approx([5e-4, 1e-3, 5e-5, 1e-4])
 
 
-@pytest.mark.parametrize("stopped", [1, 2])
+@first_cells(1, "stopped", [1, 2])
 def test_a_resumed_run_is_one_that_was_not_stopped(tmp_path, stopped):
     """Stopped after the supervised step, and between two iterations on the same completions."""
 

@@ -8,6 +8,7 @@ from lightning_unified.nn import linear_cross_entropy as subject
 from lightning_unified.nn.cross_entropy.chunks import Chunks, losses_of_rows, summed_loss
 from lightning_unified.nn.cross_entropy.kernels import Eager
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for, linear_cross_entropy
+from tests.support.lanes import first_cells
 
 
 def _problem(*, dtype=torch.float64, bias=True):
@@ -34,7 +35,7 @@ def path(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@first_cells(1, "reduction", ["sum", "mean"])
 @pytest.mark.parametrize("rows", [1, 7, 16, 51, 1000, None])
 @pytest.mark.parametrize("bias", [True, False])
 def test_value_and_gradients_equal_plain_cross_entropy(path, reduction, rows, bias):
@@ -117,7 +118,7 @@ def test_a_mean_over_no_scored_label_is_nan_as_in_torch(path):
     assert linear_cross_entropy(hidden, weight=weight, labels=torch.full_like(labels, -100)).isnan()
 
 
-@pytest.mark.parametrize("loss", [losses_of_rows, summed_loss])
+@first_cells(1, "loss", [losses_of_rows, summed_loss])
 def test_the_own_functions_pass_gradcheck(loss):
     hidden, weight, bias, labels = _problem()
     how = {"labels": labels.flatten(), "rows": 16, "dtype": torch.float64, "kernels": Eager()}

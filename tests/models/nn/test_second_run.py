@@ -16,6 +16,7 @@ from lightning_unified.errors import RecomputationError
 from lightning_unified.nn.checkpoint import recompute
 from lightning_unified.nn.recomputing import Recomputing
 from lightning_unified.nn.second_run.runs import BothRuns, Calls, named_errors
+from tests.support.lanes import first_cells
 
 WIDTH = 6
 
@@ -217,7 +218,7 @@ def assert_as_plain(kind):
     return plain, again
 
 
-@pytest.mark.parametrize("kind", NETS.values(), ids=NETS)
+@first_cells(4, "kind", NETS.values(), ids=NETS)
 def test_gradients_are_those_without_recomputation(kind):
     assert_as_plain(kind)
 

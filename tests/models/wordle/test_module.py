@@ -19,6 +19,7 @@ from lightning_unified.models.wordle.play.callback import PlayWordle, shown
 from lightning_unified.models.wordle.play.games import Game
 from lightning_unified.models.wordle.play.player import ModelPlayer
 from lightning_unified.models.wordle.presets import PRESETS
+from tests.support.lanes import first_cells
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -90,7 +91,7 @@ def test_one_fit_imitates_and_is_then_rewarded_and_both_are_judged_by_games(data
     assert play.shown[0].startswith("secret: ")
 
 
-@pytest.mark.parametrize("place", [1, 3], ids=["imitation", "reinforcement"])
+@first_cells(1, "place", [1, 3], ids=["imitation", "reinforcement"])
 def test_a_run_resumed_in_either_phase_ends_as_one_that_was_never_stopped(data, tmp_path, place):
     torch.manual_seed(1)
     whole = build()
@@ -107,6 +108,7 @@ def test_a_run_resumed_in_either_phase_ends_as_one_that_was_never_stopped(data, 
     assert torch.equal(weights(again), weights(whole))
 
 
+@pytest.mark.slow
 def test_the_temperature_falls_on_a_straight_line_over_the_second_phase(data, tmp_path):
     seen = []
 
@@ -142,6 +144,7 @@ def test_adapters_are_saved_without_the_weights_that_were_read_and_play_beside_t
     assert player.held_out == data().held_out
 
 
+@pytest.mark.slow
 def test_random_weights_are_saved_whole_and_need_no_preset(data, tmp_path):
     module = build()
     fit(module, data(), tmp_path, RunCheckpoint(tmp_path, every_n_steps=4, monitor=None))

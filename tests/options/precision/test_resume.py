@@ -7,6 +7,7 @@ from lightning.pytorch.plugins import precision as stock
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.precision import MixedPrecision
+from tests.support.lanes import first_cells
 from tests.support.runs.scaled import Scales, fit, fresh, live, weights
 
 
@@ -110,7 +111,8 @@ def test_a_checkpoint_that_lightning_wrote_before_2_0_is_not_warned_of(recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    2,
     ("before", "after", "factor"),
     [
         ({}, {"precision": "bf16-mixed"}, 2.0**-10),

@@ -9,7 +9,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GradientHealth
 from lightning_unified.errors import GradientError
 from lightning_unified.precision import MixedPrecision
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.lasting import Lasting
 from tests.support.runs.scaled import Scales, fit, fresh, live, weights
 
@@ -31,7 +31,7 @@ def test_a_run_with_a_scaler_is_the_one_of_plain_lightning(fused):
     assert found[1][1][:6] == [(2**10, 1), (2**10, 2), (2**11, 0), (2**11, 1), (2**10, 0), (2**10, 1)]
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@first_cells(1, "size", [1, 3])
 def test_micro_batches_under_a_scaler_make_the_gradients_of_the_whole(size):
     whole, parts = fresh(), fresh()
     fit(whole, epochs=1)
@@ -87,7 +87,8 @@ class Halves(L.Callback):
             trainer.strategy.sizes.max_micro_batch_size = 2
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("where", "fused", "window", "batch"),
     crossed(
         ["backward", "unscaling", "optimizer step"],

@@ -19,7 +19,7 @@ from lightning_unified.planner.fake.mode import fake_world
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.ranks.fake_group import fake_group
 from lightning_unified.planner.ranks.sharded_copy import Sharding, sharding_followed
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 from tests.support.modules.ranked_blocks import BLOCKS, ROWS, WIDTH, Net
 from tests.support.ranks.counted_peaks import counted_peak, join
 from tests.support.ranks.processes import on_ranks
@@ -80,6 +80,7 @@ def test_a_step_gathers_each_block_twice_and_reduces_it_once():
     assert found.count(("reduce-scatter", "backward")) == groups
 
 
+@pytest.mark.slow
 def test_every_micro_batch_gathers_and_reduces_unless_parameters_stay_whole():
     assert len(collectives(traced(2, num_micro_batches=2))) == 2 * len(collectives(traced(2)))
     assert len(collectives(traced(2, hold="parameters", num_micro_batches=2))) == len(
@@ -87,7 +88,7 @@ def test_every_micro_batch_gathers_and_reduces_unless_parameters_stay_whole():
     )
 
 
-@pytest.mark.parametrize("devices", some([1, 2, 4, 8], 2, 8))
+@first_cells(1, "devices", some([1, 2, 4, 8], 2, 8))
 def test_a_rank_holds_its_share_of_weights_and_optimizer_state(devices):
     trace = traced(devices)
     whole = sum(one.numel() * 4 for one in Net().parameters())
@@ -115,8 +116,8 @@ def test_tensors_that_torch_learns_shapes_from_are_not_counted():
     assert not [event for event in recorder.stop() if isinstance(event, Take)]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "default"), [("unified_fsdp", True), ("unified_ddp", False), ("fsdp", False), (None, False)]
+@first_cells(
+    1, ("strategy", "default"), [("unified_fsdp", True), ("unified_ddp", False), ("fsdp", False), (None, False)]
 )
 def test_copies_around_the_optimizer_step_count_where_they_are_made(strategy, default):
     devices = {} if strategy is None else {"devices": 2, "strategy": strategy}

@@ -17,6 +17,7 @@ from lightning_unified.errors import DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, Compilation
 from lightning_unified.planner.dry_run import DryRun, StepSpec
+from tests.support.lanes import first_cells
 
 WIDTH, CLASSES, LENGTH, ROWS = 32, 2048, 16, 8
 
@@ -83,6 +84,7 @@ def really_kept_bytes(module):
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.slow
 def test_a_compiled_block_keeps_what_its_partitioned_graph_saves():
     module = Module()
     for block in module.net.blocks:
@@ -91,7 +93,7 @@ def test_a_compiled_block_keeps_what_its_partitioned_graph_saves():
     assert kept_bytes(module) == pytest.approx(really_kept_bytes(module), abs=64)  # the loss keeps a scalar or two
 
 
-@pytest.mark.parametrize("share", [0.4, 0.0])
+@first_cells(1, "share", [0.4, 0.0])
 def test_a_compiled_block_that_keeps_a_share_is_planned_as_it_runs(share):
     module, policy, compilation = Module(), RecomputePolicy(blocks="all", kept=share), Compilation("blocks")
     with mock.patch("torch._inductor.compile_fx.compile_fx", get_compiler("aot_eager_decomp_partition")):
@@ -122,7 +124,7 @@ class Written(Block):
         return x + self.down(hidden)
 
 
-@pytest.mark.parametrize("share", [None, 0.0])
+@first_cells(1, "share", [None, 0.0])
 def test_a_compiled_block_that_writes_a_buffer_is_planned_as_it_runs(share):
     module, compilation = Module(), Compilation("blocks")
     module.net.blocks = nn.ModuleList(Written() for _ in range(3))
@@ -160,6 +162,7 @@ def test_a_checkpointed_compiled_block_keeps_its_input_only(kind):
     assert 3 * inside <= saved <= 9 * inside
 
 
+@pytest.mark.slow
 def test_a_compiled_module_makes_no_tensor_that_its_kernels_fuse():
     eager, compiled = Module(), Module()
     compiled.net = torch.compile(compiled.net)
@@ -179,8 +182,8 @@ class Encoder(Net):
         self.blocks = nn.ModuleList(block() for _ in range(2))
 
 
-@pytest.mark.parametrize("kind", ["torch's layers", "sequences"])
-@pytest.mark.parametrize("by", ["compile in place", "torch.compile", "strategy"])
+@first_cells(1, "kind", ["torch's layers", "sequences"])
+@first_cells(2, "by", ["compile in place", "torch.compile", "strategy"])
 def test_torchs_own_modules_are_planned_as_the_compiler_runs_them(kind, by):
     module = Module()
     module.net = Encoder(kind)

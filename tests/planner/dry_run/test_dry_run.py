@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Give, Take, Work
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 from tests.support.runs.live_bytes import Loader, live_peak, peak_of
 from tests.support.zoo.dry_run import Adversaries, Convolutions, LowRank, Perceptron, Transformer, trace_step
 
@@ -45,7 +45,8 @@ def transformed():
     return trace_step(Transformer(), Transformer.batch(4), rows=ROWS)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("kind", "precision", "num_micro_batches"),
     [
         slow(Perceptron, "32-true", 1),
@@ -200,6 +201,7 @@ def test_a_longer_row_is_asked_for_by_its_length():
     assert traces[0].events == traces[1].events
 
 
+@pytest.mark.slow
 def test_kernels_of_the_optimizer_take_different_temporaries():
     def most(kernel, backend="cpu"):
         module = Perceptron(width=64)

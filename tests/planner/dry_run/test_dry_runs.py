@@ -66,6 +66,7 @@ POLICIES = (None, True, RecomputePolicy(blocks=1, keep_attention=True), False)
 BOTH = ((8, 1), (4, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sizes"), [slow(Transformer, BOTH), slow(Switched, BOTH), (Switched, BOTH[1:])])
 def test_steps_with_other_recomputed_blocks_are_traced_on_the_same_fake_copy(kind, sizes):
     module, batch, fake_copies = kind(), kind.batch(8), {}
@@ -113,6 +114,7 @@ def test_steps_on_one_fake_copy_are_those_of_dry_runs_of_their_own(kind, setting
     assert list(map(numbered, traces)) == list(map(numbered, by_themselves(module, batch, **setting)))
 
 
+@pytest.mark.slow
 def test_with_metrics_steps_on_one_fake_copy_take_what_those_of_their_own_take():
     module, batch = Perceptron(), Perceptron.batch(8)
     traces, shared = followed(module, batch)
@@ -143,6 +145,7 @@ class KeepsAll(Keeps):
         self.all = [*getattr(self, "all", ()), logits.mean()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some([KeepsRows, KeepsAll, Adversaries], KeepsRows))
 def test_where_a_step_finds_what_others_left_each_is_traced_by_itself(kind):
     module, batch = kind(), kind.batch(8)
@@ -171,6 +174,7 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
     assert list(map(numbered, traces)) == list(map(numbered, by_themselves(Alternates(), Transformer.batch(8))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some([Convolutions, Transformer], Convolutions))
 def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
     setting = {"rows": 2, "num_micro_batches": 2, "backend": "cuda", "precision": "bf16-mixed"}

@@ -11,7 +11,7 @@ from lightning_unified.planner.search import planner as planner_module
 from lightning_unified.planner.search.combinations import combinations_to_compare
 from lightning_unified.planner.search.planner import Planner
 from lightning_unified.planner.search.step_traces import CountedMemory, StepTraces
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.zoo.dry_run import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
@@ -74,6 +74,7 @@ def test_a_plan_that_no_other_setting_can_beat_has_no_other_traced(traced):
     assert traced == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
 
 
+@pytest.mark.slow
 def test_a_batch_is_not_traced_split_where_the_whole_is_always_faster(traced):
     best = chosen(share=0.9, layers=4, launch=1e-9, part=1.0)
 
@@ -82,6 +83,7 @@ def test_a_batch_is_not_traced_split_where_the_whole_is_always_faster(traced):
     assert len(traced) < 4
 
 
+@pytest.mark.slow
 def test_a_busy_machine_looks_at_the_combinations_of_an_idle_one(traced, monkeypatch):
     chosen(share=0.9, layers=3, launch=1e-3, only_best=False)
     idle = list(traced)
@@ -92,6 +94,7 @@ def test_a_busy_machine_looks_at_the_combinations_of_an_idle_one(traced, monkeyp
     assert traced == idle
 
 
+@pytest.mark.slow
 def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkeypatch):
     monkeypatch.setattr(compared, "_MOST_OPERATIONS", 0)
     chosen(share=0.9, layers=3, launch=1e-3, only_best=False)
@@ -99,7 +102,7 @@ def test_a_long_search_ends_with_the_combinations_always_compared(traced, monkey
     assert {policy for policy, *_ in traced} == {PLAIN, ALL}
 
 
-@pytest.mark.parametrize(("share", "launch"), crossed([1.0, 0.8], [1e-9, 1e-4], fast=[(1.0, 1e-9), (0.8, 1e-4)]))
+@first_cells(1, ("share", "launch"), crossed([1.0, 0.8], [1e-9, 1e-4], fast=[(1.0, 1e-9), (0.8, 1e-4)]))
 def test_a_step_that_fits_keeps_its_own_loss_in_either_search(share, launch):
     given = {"share": share, "launch": launch, "kind": SlowLoss, "chunks": (None, 8)}
     quick, full = (chosen(**given, only_best=only) for only in (True, False))

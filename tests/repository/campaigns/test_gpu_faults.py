@@ -1,11 +1,10 @@
 """A sample of the campaign of GPU faults: each kind is detected, and loses nothing."""
 
-import pytest
-
 from benchmarks.recovery.gpu import faults as gpu_faults
+from tests.support.lanes import first_cells
 
 
-@pytest.mark.parametrize("kind", gpu_faults.KINDS)
+@first_cells(3, "kind", gpu_faults.KINDS)
 def test_a_fault_of_each_kind_is_detected_and_loses_nothing(tmp_path, kind):
     run = gpu_faults.judged(tmp_path, 1, kind)
 

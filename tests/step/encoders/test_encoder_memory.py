@@ -52,6 +52,7 @@ def test_a_prediction_of_many_chunks_runs_two_of_them():
     assert predict(Deep(), deep_batch(), device="cpu", micro_batch_size=8).peak_bytes == pytest.approx(every, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_chooses_the_chunk_that_fits():
     class Quiet(Deep):
         def training_step(self, batch, batch_idx):

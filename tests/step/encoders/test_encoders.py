@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.lasting import Lasting
 from tests.support.modules.contrastive import (
     Chained,
@@ -62,7 +62,8 @@ class Fails(L.Callback):
             raise RuntimeError(TEXT)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    3,
     ("kind", "size"),
     crossed(KINDS, range(1, 9), fast=[*((kind, 3) for kind in KINDS), (SimCLR, 1), (Clip, 8), (Momentum, 5)]),
 )
@@ -70,19 +71,20 @@ def test_weights_logs_and_outputs_are_those_of_plain_lightning(kind, size):
     is_as_plain(kind, run(kind, UnifiedStrategy(micro_batch_size=size)))
 
 
-@pytest.mark.parametrize("kind", [SimCLR, Clip], ids=lambda kind: kind.__name__)
+@first_cells(1, "kind", [SimCLR, Clip], ids=lambda kind: kind.__name__)
 def test_windows_and_clipping_are_those_of_plain_lightning(kind):
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     is_as_plain(kind, run(kind, UnifiedStrategy(micro_batch_size=3), **options), **options)
 
 
-@pytest.mark.parametrize("kind", [Contrastive, Clip], ids=lambda kind: kind.__name__)
+@first_cells(1, "kind", [Contrastive, Clip], ids=lambda kind: kind.__name__)
 def test_autocast_is_that_of_plain_lightning_but_for_rounding(kind):
     found = run(kind, UnifiedStrategy(micro_batch_size=3), precision="bf16-mixed")
     is_as_plain(kind, found, atol=2e-2, precision="bf16-mixed")
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("phase", "check"),
     crossed(["forward", "backward"], [True, False], fast=[("forward", True), ("backward", False)]),
 )
@@ -193,7 +195,7 @@ class Jitter(nn.Module):
         return self.inner(x + torch.randn_like(x))
 
 
-@pytest.mark.parametrize("kind", [Dropout, Recurrent, Noise], ids=lambda kind: kind.__name__)
+@first_cells(1, "kind", [Dropout, Recurrent, Noise], ids=lambda kind: kind.__name__)
 def test_noise_drawn_for_each_chunk_is_said_once(kind):
     _, _, trainer = run(kind, UnifiedStrategy(micro_batch_size=3))
     assert sum("draws random numbers (dropout)" in event for event in trainer.strategy.policy.events) == 1
@@ -297,7 +299,7 @@ def test_an_evaluation_out_of_memory_goes_on_whole_with_encoders_in_chunks():
     assert max(fails.rows[1:]) == 4
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+@first_cells(1, "in_place", [False, True], ids=["wrapped", "in place"])
 def test_compiled_encoders_run_in_chunks(in_place):
     class Compiled(Contrastive):
         def __init__(self):

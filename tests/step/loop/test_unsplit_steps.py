@@ -7,6 +7,7 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
+from tests.support.lanes import first_cells
 from tests.support.modules.hooks import Small, TwoByHand
 from tests.support.modules.plain import fit, weights
 
@@ -50,7 +51,7 @@ def assert_same(kind, strategy, **options):
     return trainer.strategy.events
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
+@first_cells(1, "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
 @pytest.mark.parametrize("size", ["auto", 3])
 def test_a_step_that_draws_its_batches_trains_as_under_plain_lightning(caplog, size, options):
     with caplog.at_level(logging.WARNING, "lightning_unified"):

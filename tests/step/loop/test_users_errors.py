@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
+from tests.support.lanes import first_cells
 from tests.support.modules.hooks import Small
 
 KINDS = [ValueError, RuntimeError, AssertionError, IndexError, KeyError, TypeError, OSError, NotImplementedError]
@@ -72,7 +73,7 @@ def fitted(module, size, **options):
     trainer_of(size, **options).fit(module, module.loader(), module.loader())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@first_cells(4, "kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("size", ["whole", "split", "rules"])
 def test_an_error_of_training_step_comes_through_untouched(size, kind):
     module, error = Whole(), mine(kind)
@@ -94,7 +95,7 @@ def test_an_error_of_a_later_training_step_comes_through_untouched(size):
     assert caught.value is error and module.trainer.global_step == 1
 
 
-@pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: kind.__name__)
+@first_cells(2, "kind", KINDS[:4], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("rows", ["auto", 3])
 def test_an_error_of_an_evaluation_comes_through_untouched(stage, kind, rows):
@@ -107,7 +108,7 @@ def test_an_error_of_an_evaluation_comes_through_untouched(stage, kind, rows):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@first_cells(5, "hook", HOOKS)
 @pytest.mark.parametrize("size", ["whole", "split"])
 def test_an_error_of_a_callback_comes_through_untouched(size, hook):
     error, callback = mine(ValueError), L.Callback()
@@ -119,9 +120,7 @@ def test_an_error_of_a_callback_comes_through_untouched(size, hook):
     assert caught.value is error
 
 
-@pytest.mark.parametrize(
-    "name", ["backward", "optimizer_step", "configure_gradient_clipping", "on_before_batch_transfer"]
-)
+@first_cells(2, "name", ["backward", "optimizer_step", "configure_gradient_clipping", "on_before_batch_transfer"])
 @pytest.mark.parametrize("size", ["whole", "split"])
 def test_an_error_of_a_module_hook_comes_through_untouched(size, name):
     module, error = Whole(), mine(RuntimeError)

@@ -10,7 +10,7 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.loop.window import WindowTerms
 from tests.step.recovery.test_recovery import Fails
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 
@@ -39,7 +39,8 @@ def trained(kind, *, batch_size, window, clip=None, callbacks=(), **strategy):
     return module, seen, trainer
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("kind", "clip", "size"),
     crossed(
         [Plain, RaggedTokens, Undeclared],
@@ -69,7 +70,7 @@ def test_lightnings_own_mean_of_means_is_another_gradient():
     assert (plain.gradients[0] - whole.gradients[0]).norm() > 0.05 * whole.gradients[0].norm()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer.step"])
+@first_cells(1, "phase", ["forward", "backward", "optimizer.step"])
 def test_a_repeated_step_counts_no_batch_twice(phase):
     whole, _, _ = trained(RaggedTokens, batch_size=8, window=1, clip=0.05)
     failing = Fails(phase, batch=3 if phase == "optimizer.step" else 2)

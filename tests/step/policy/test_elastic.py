@@ -57,6 +57,7 @@ def test_a_repeated_run_starts_with_the_sizes_that_the_run_beside_it_found(tmp_p
     assert second.micro_batch_size == first.micro_batch_size == 2
 
 
+@pytest.mark.slow
 def test_sizes_of_another_module_are_left_alone(tmp_path):
     class Wider(Holds):
         most = 99
@@ -83,6 +84,7 @@ def test_a_file_that_is_no_record_is_passed_over(tmp_path):
     assert json.loads(path.read_text())["training"]["failures"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     _, strategy = train(remember=str(tmp_path / "file" / "sizes.json"))
@@ -91,6 +93,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     assert "Micro-batch sizes are not saved" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_sizes_and_the_bits(tmp_path):
     """The resumed run has the memory for whole batches.
 

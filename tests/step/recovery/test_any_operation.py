@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unified.step.recovery.oom import insist
 from tests.step.recovery.test_recovery import BATCH, TEXT
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.lasting import Lasting
 from tests.support.modules.plain import MLP, weights
 from tests.support.runs.recovering import ShrinksAt, run
@@ -49,9 +49,7 @@ class FailsAt(Callback):
             self.mode.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("nth", "more"), crossed([1, 5, 20, 60, 100], [0, 1], fast=[(1, 0), (20, 1), (60, 0), (100, 1)])
-)
+@first_cells(2, ("nth", "more"), crossed([1, 5, 20, 60, 100], [0, 1], fast=[(1, 0), (20, 1), (60, 0), (100, 1)]))
 def test_memory_that_runs_out_at_any_operation_leaves_no_trace(nth, more):
     failing = FailsAt(nth, more)
     module, seen, trainer = run(MLP, failing)

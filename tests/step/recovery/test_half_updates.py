@@ -63,6 +63,7 @@ def test_a_fused_group_that_was_written_is_noticed_though_no_version_counter_mov
         run(TwoGroups)
 
 
+@pytest.mark.slow
 def test_a_fused_group_that_was_written_is_rolled_back_if_a_copy_was_asked_for():
     _, _, trainer = run(TwoGroups, optimizer_rollback=True)
 

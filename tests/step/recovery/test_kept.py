@@ -4,6 +4,7 @@ It stays within the plan's remainder, and is released where memory is short.
 """
 
 import lightning as L
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -94,6 +95,7 @@ def test_what_is_kept_is_beside_the_step_in_the_predicted_peak():
     assert module.given_back == [0]  # while the step was planned
 
 
+@pytest.mark.slow
 def test_a_step_is_planned_around_what_is_kept():
     calm, tight = Keeps(0), Keeps(30 * MIB)
     whole, cut = run(calm, lengths=LONG), run(tight, lengths=LONG)

@@ -11,7 +11,7 @@ import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError, SplitError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 from tests.support.runs.recovering import BATCH, TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
 
@@ -24,7 +24,7 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "phase", "window"), crossed([Stateful, RaggedTokens], PHASES, [1, 2, 3], fast=TURNS))
+@first_cells(2, ("kind", "phase", "window"), crossed([Stateful, RaggedTokens], PHASES, [1, 2, 3], fast=TURNS))
 def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, window):
     failing = Fails(phase, batch=5 if phase == "optimizer.step" and window > 1 else BATCH)
     module, seen, trainer = run(kind, failing, window=window, clip=0.3)
@@ -42,6 +42,7 @@ def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, 
     assert torch.equal(seen.gradients[-1], twin_seen.gradients[-1])
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_in_the_first_optimizer_step_leaves_no_trace():
     module, _, trainer = run(MLP, Fails("optimizer.step", batch=0))
     twin, _, _ = run(MLP, ShrinksAt(4, 0))
@@ -119,6 +120,7 @@ def test_a_module_whose_rules_say_it_cannot_be_split_is_not():
         fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=4, micro_batches=rules))
 
 
+@pytest.mark.slow
 def test_the_failed_attempts_tensors_are_gone_before_the_step_is_repeated():
     alive = []
     note = alive.append  # a list that the step names would be put back

@@ -17,7 +17,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GradientHealth, MemoryMonitor, MemoryProgressBar, RunCheckpoint
 from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, RunError
 from tests.step.recovery.test_recovery import TEXT, Fails, Stateful, undisturbed
-from tests.support.lanes import crossed, slow, some
+from tests.support.lanes import crossed, first_cells, slow, some
 from tests.support.lasting import Lasting
 from tests.support.modules.plain import MLP, weights
 from tests.support.runs.recovering import ShrinksAt, run
@@ -88,7 +88,7 @@ EVERY_HOOK = (
 )
 
 
-@pytest.mark.parametrize(("hook", "batch", "window"), some(POSITIONS, *EVERY_HOOK[1:3]))
+@first_cells(1, ("hook", "batch", "window"), some(POSITIONS, *EVERY_HOOK[1:3]))
 def test_memory_that_runs_out_in_a_hook_at_any_place_of_a_window_leaves_no_trace(hook, batch, window):
     assert_recovered_as_undisturbed(Stateful, FailsIn(hook, batch), window=window, clip=0.3)
 
@@ -116,12 +116,13 @@ class SeesGradients(MLP):
         return {**output, "loss": output["loss"] * (1 + self.total.norm() + self.halves)}
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}])
+@first_cells(3, "hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
+@first_cells(1, "options", [{}, {"micro_batch_size": 3}])
 def test_hooks_of_a_repeated_step_see_the_gradients_of_the_step_before(hook, options):
     assert_recovered_as_undisturbed(SeesGradients, FailsIn(hook), **options)
 
 
+@pytest.mark.slow
 def test_two_failures_of_one_batch_leave_no_trace():
     assert_recovered_as_undisturbed(Stateful, FailsIn("on_after_backward", times=2))
 
@@ -153,11 +154,13 @@ class Measures(Stateful):
         self.values.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "phase"), crossed([0, 4], ["forward", "backward"], fast=[(4, "backward")]))
 def test_metric_lists_groups_and_generators_are_put_back(phase, batch):
     assert_recovered_as_undisturbed(Measures, Fails(phase, batch))
 
 
+@pytest.mark.slow
 def test_generators_that_a_failed_attempt_seeded_anew_are_put_back():
     class Reseeds(FailsIn):
         def _maybe_fail(self, *_):
@@ -170,6 +173,7 @@ def test_generators_that_a_failed_attempt_seeded_anew_are_put_back():
     assert_recovered_as_undisturbed(Measures, Reseeds("on_after_backward"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", some(["forward", "backward"], "backward"))
 def test_what_a_step_took_out_of_its_batch_is_there_again(phase):
     class Takes(MLP):
@@ -216,6 +220,7 @@ class Counts(torch.optim.Optimizer):
             parameter.add_(parameter.grad, alpha=-group["lr"] / (group["k"] + self.state[parameter]["n"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollback", [slow(False), True])
 def test_an_optimizers_plain_numbers_are_put_back(rollback):
     class Fails(MLP):
@@ -239,6 +244,7 @@ class Searches(MLP):
         return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=4)
 
 
+@pytest.mark.slow
 def test_lbfgs_goes_back_to_before_its_first_closure_if_a_copy_was_asked_for():
     assert_recovered_as_undisturbed(Searches, FailsIn("on_after_backward", first=3), optimizer_rollback=True)
 
@@ -321,8 +327,11 @@ class HalfOnCPU(MixedPrecision):
         )
 
 
-@pytest.mark.parametrize(
-    "where", some(["forward", "backward", "optimizer.step", "on_before_optimizer_step"], "backward", "optimizer.step")
+@pytest.mark.slow
+@first_cells(
+    1,
+    "where",
+    some(["forward", "backward", "optimizer.step", "on_before_optimizer_step"], "backward", "optimizer.step"),
 )
 def test_a_gradient_scaler_is_put_back(where):
     def train(*callbacks):

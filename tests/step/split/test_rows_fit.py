@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import fit, weights
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -130,7 +131,7 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", KINDS)
+@first_cells(6, "kind", KINDS)
 def test_a_split_run_ends_with_the_weights_of_plain_lightning(kind):
     error, loader = KINDS[kind]
     ends = []

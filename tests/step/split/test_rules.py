@@ -15,6 +15,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.split.rules import rules_of
 from tests.step.recovery.test_recovery import Fails
 from tests.step.test_evaluation import Evaluates, made, trainer
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -85,7 +86,7 @@ def test_names_of_its_own_leave_a_whole_batch_as_plain_lightning_has_it():
     assert own.callback_metrics == seen.callback_metrics
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@first_cells(1, "size", [1, 3])
 def test_names_of_its_own_leave_a_split_batch_as_plain_lightning_has_it(size):
     plain, seen, _ = trained(Named)
     module, own, run = trained(Named, strategy=UnifiedStrategy(micro_batch_size=size))
@@ -95,7 +96,8 @@ def test_names_of_its_own_leave_a_split_batch_as_plain_lightning_has_it(size):
     torch.testing.assert_close(torch.stack(own.gradients), torch.stack(seen.gradients), **CLOSE)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer.step"])
+@pytest.mark.slow
+@first_cells(1, "phase", ["forward", "backward", "optimizer.step"])
 def test_names_of_its_own_leave_a_repeated_step_as_plain_lightning_has_it(phase):
     plain, _, _ = trained(Named)
     module, _, run = trained(Named, strategy=UnifiedStrategy(), callbacks=[Fails(phase)])

@@ -15,7 +15,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import RunError, UndoError
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Holds, Plain, Scaling, forget_globals
 
 ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -54,8 +54,8 @@ def tensors(module):
     return torch.cat([one.detach().flatten().double() for one in (*module.parameters(), *module.buffers())])
 
 
-@pytest.mark.parametrize(
-    ("name", "at"), crossed(KINDS, [1, 2, 4], fast=[*((name, 2) for name in KINDS), ("list", 1), ("list", 4)])
+@first_cells(
+    10, ("name", "at"), crossed(KINDS, [1, 2, 4], fast=[*((name, 2) for name in KINDS), ("list", 1), ("list", 4)])
 )
 def test_a_step_that_failed_once_leaves_no_state_behind(name, at):
     whole = {"batch_size": 1}
@@ -66,7 +66,7 @@ def test_a_step_that_failed_once_leaves_no_state_behind(name, at):
     assert torch.equal(tensors(failed), tensors(undisturbed))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@first_cells(10, "name", KINDS)
 def test_steps_that_are_tried_leave_no_state_behind(name):
     class Tries(L.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -289,7 +289,7 @@ class InnerBackward(Plain):
         return super().training_step((x.detach() + 0.1 * x.grad.sign(), batch[1]), batch_idx)
 
 
-@pytest.mark.parametrize("zero_grad", [False, True])
+@first_cells(1, "zero_grad", [False, True])
 def test_a_step_with_a_backward_of_its_own_is_undone_and_split(zero_grad):
     whole, _ = train(lambda: InnerBackward(zero_grad=zero_grad), batch_size=4)
     split, trainer = train(lambda: InnerBackward(zero_grad=zero_grad), batch_size=4, at=[999])
@@ -358,7 +358,7 @@ def test_what_iteration_changes_in_a_dataset_is_not_undone():
     train(Levels, callbacks=[Serves()], data=Counting(ROWS, LABELS))
 
 
-@pytest.mark.parametrize("name", ["closures of functions", "own forward", "hooks of modules", "data", "optimizer"])
+@first_cells(1, "name", ["closures of functions", "own forward", "hooks of modules", "data", "optimizer"])
 def test_a_split_batch_counts_once(name):
     whole, _ = train(KINDS[name], batch_size=4)
     split, _ = train(KINDS[name], batch_size=4, micro_batch_size=3)

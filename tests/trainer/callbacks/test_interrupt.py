@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
 from tests.support import ROOT
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 from tests.support.programs import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -160,7 +160,7 @@ class Trained(Callback):
         self.batches.append((trainer.current_epoch, batch_idx))
 
 
-@pytest.mark.parametrize("at", some([1, 2, 3, 4], 1, 4))
+@first_cells(1, "at", some([1, 2, 3, 4], 1, 4))
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 5, "check_val_every_n_epoch": None}], ids=str
 )

@@ -13,7 +13,7 @@ from lightning_unified.callbacks import MemoryMonitor, MemoryProgressBar, Pressu
 from lightning_unified.callbacks.device_pool import simulated_pressure
 from lightning_unified.errors import BudgetError, ConfigurationError, HardwareError, OutOfMemoryError, PrecisionError
 from lightning_unified.strategies import UnifiedStrategy
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 
 MIB, GIB = 2**20, 2**30
 
@@ -70,7 +70,8 @@ def undivided():
     return weights(fit("auto"))
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("machine", "version", "budget", "words"),
     [
         slow("m2-16gb", "2.13.0", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
@@ -177,7 +178,8 @@ def test_an_error_in_the_fit_leaves_nothing_active():
     assert strategy.reading().allocated.bytes == 0
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    2,
     ("machine", "asked", "runs", "why"),
     [
         ("m2-16gb", "auto", "bf16-mixed", "emulated on this chip"),

@@ -17,6 +17,7 @@ from lightning_unified.models.compressor import compress, sizes
 from lightning_unified.models.compressor.evaluation.callback import EvaluateCompression
 from lightning_unified.models.compressor.inference import checkpoint as checkpoints
 from lightning_unified.models.compressor.module import Compressor
+from tests.support.lanes import first_cells
 
 TEXT = "The pump leaks at the shaft seal, because the seal has run dry. Renew the seal and prime the pump."
 TEXTS = [f"{TEXT} Report {number}: pump {number * 7} was primed and tested again." for number in range(6)]
@@ -78,7 +79,7 @@ def module(checkpoint):
     return checkpoints.load(checkpoint, device="cpu")
 
 
-@pytest.mark.parametrize("keep", [0.1, 0.5, 0.77, 1.0])
+@first_cells(1, "keep", [0.1, 0.5, 0.77, 1.0])
 def test_exactly_the_share_asked_for_is_kept_also_of_a_text_of_several_windows(module, keep):
     text = TEXT * 3  # 13 windows of up to 24 tokens
 

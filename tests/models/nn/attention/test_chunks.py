@@ -10,7 +10,7 @@ from lightning_unified.nn.attention import ChunkedAttention, chunks, function, q
 from lightning_unified.nn.checkpoint import recompute
 from lightning_unified.nn.recomputing import Recomputing
 from lightning_unified.step.exactness.draws.replay import RecordDraws, ReplayDraws
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 
 ROWS, LENGTH, KEYS, WIDTH = 3, 70, 45, 4
 
@@ -68,7 +68,8 @@ def assert_equal(tensors, arguments, chunked):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    2,
     ("mask", "groups"),
     crossed(masks(), [1, 2, 4], fast=[*((mask, 1) for mask in masks()), ("causal", 2), ("padding", 4)]),
 )
@@ -76,12 +77,12 @@ def test_values_and_gradients_equal_torchs(mask, groups, chunked):
     assert_equal(given(groups=groups), {**masks()[mask], "enable_gqa": groups > 1}, chunked)
 
 
-@pytest.mark.parametrize("length", [1, 45, 200])
+@first_cells(2, "length", [1, 45, 200])
 def test_causal_queries_may_be_fewer_or_more_than_keys(length, chunked):
     assert_equal(given(length=length), {"is_causal": True}, chunked)
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 2)], ids=str)
+@first_cells(2, "shape", [(), (5,), (2, 3, 2)], ids=str)
 def test_any_number_of_leading_dimensions_is_accepted(shape, chunked):
     tensors = [torch.randn(*shape, 40, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert_equal(tensors, {}, chunked)
@@ -92,6 +93,7 @@ def test_rows_of_keys_are_broadcast(chunked):
     assert_equal([query, key[:1].detach().requires_grad_(), value[:1].detach().requires_grad_()], {}, chunked)
 
 
+@pytest.mark.slow
 def test_gradients_with_dropout_are_those_of_the_noise_drawn_forward():
     call = chunks.Call(causal=True, scale=0.5, dropout=0.3, groups=2, chunk=3)
 

@@ -218,6 +218,7 @@ def test_a_fake_step_sees_the_kernel_once():
     assert runs.count == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_block_keeps_its_gradients():
     def block():
         torch.manual_seed(0)

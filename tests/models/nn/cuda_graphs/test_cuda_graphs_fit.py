@@ -16,7 +16,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs.recording import Recording
 from lightning_unified.nn.cuda_graphs.shapes import SETTLED
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.lasting import Lasting
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
@@ -79,7 +79,8 @@ def fit(module, *callbacks, rows, window):
     return trainer
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("rows", "window", "short"),
     crossed(
         ["auto", 4, 3],

@@ -13,6 +13,7 @@ from lightning_unified.nn.lazy_logits.tensor import LazyLogits
 pytest.importorskip("transformers")
 
 from tests.support.causal_lms import FAMILIES, VOCABULARY, causal_lm
+from tests.support.lanes import first_cells
 
 ROWS = 5  # of a chunk: 33 positions make seven chunks, the last one shorter
 
@@ -168,7 +169,7 @@ def model(request):
     return causal_lm(request.param)
 
 
-@pytest.mark.parametrize("loss_of", IN_CHUNKS, ids=lambda one: one.__name__)
+@first_cells(9, "loss_of", IN_CHUNKS, ids=lambda one: one.__name__)
 def test_a_loss_in_chunks_equals_that_of_all_logits(model, loss_of):
     assert not assert_equal(model, loss_of)
 

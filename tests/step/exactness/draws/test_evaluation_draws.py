@@ -4,10 +4,10 @@ An evaluation without draws emits none.
 """
 
 import lightning as L
-import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
+from tests.support.lanes import first_cells
 from tests.support.modules.drawn_kinds import Variational
 from tests.support.modules.step_kinds import Kind
 
@@ -45,7 +45,7 @@ def events(kind, method: str) -> list[str]:
     return [event for event in trainer.strategy.events if "random draws" in event]
 
 
-@pytest.mark.parametrize("method", ["validate", "test"])
+@first_cells(1, "method", ["validate", "test"])
 def test_logs_that_draws_change_are_named_once(method):
     (event,) = events(Evaluated, method)
 
@@ -59,6 +59,6 @@ def test_predictions_that_draws_change_are_said():
     assert event.startswith("random draws of predict_step are made for each micro-batch")
 
 
-@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+@first_cells(1, "method", ["validate", "test", "predict"])
 def test_nothing_is_said_where_nothing_is_drawn(method):
     assert events(Deterministic, method) == []

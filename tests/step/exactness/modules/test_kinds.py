@@ -9,7 +9,7 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 from tests.support.modules.drawn_kinds import DRAWN, DRAWN_BY_ROW_ON_THE_HOST, REFUSED, RecurrentDropout
 from tests.support.modules.plain import fit
 from tests.support.modules.step_kinds import SAME, Compiled, Kind
@@ -17,7 +17,7 @@ from tests.support.modules.step_kinds import SAME, Compiled, Kind
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
 
-of_each = lambda kinds: pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.__name__)  # noqa: E731
+of_each = lambda kinds, fast: first_cells(fast, "kind", kinds, ids=lambda kind: kind.__name__)  # noqa: E731
 
 
 def run(kind, strategy="auto", *, precision="64-true", **options):
@@ -43,7 +43,7 @@ def assert_same(kind, **options):
     return trainer
 
 
-@of_each(some(SAME, *SAME[::2]))
+@of_each(some(SAME, *SAME[::2]), 2)
 def test_a_step_without_draws_equals_plain_lightning(kind):
     trainer = assert_same(kind)
 
@@ -57,7 +57,7 @@ def test_a_compiled_network_equals_plain_lightning():
 
 
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
-@of_each(DRAWN)
+@of_each(DRAWN, 3)
 def test_a_step_with_draws_is_split_and_said(kind, precision):
     if kind is RecurrentDropout and precision == "bf16-mixed":
         pytest.skip("CPUs have no LSTM in bfloat16")
@@ -67,7 +67,7 @@ def test_a_step_with_draws_is_split_and_said(kind, precision):
     assert trainer.strategy.events == [SAID]
 
 
-@of_each(DRAWN_BY_ROW_ON_THE_HOST)
+@of_each(DRAWN_BY_ROW_ON_THE_HOST, 1)
 def test_rows_drawn_by_python_or_numpy_are_split_and_said_to_be_compared_without(kind):
     _, _, trainer = split(kind)
 
@@ -76,7 +76,7 @@ def test_rows_drawn_by_python_or_numpy_are_split_and_said_to_be_compared_without
     assert event.startswith(f"{SAID}; gradients were compared without them (its step draws from Python's or NumPy's")
 
 
-@of_each(REFUSED)
+@of_each(REFUSED, 4)
 def test_a_step_that_mixes_rows_is_refused_before_an_update(kind):
     torch.manual_seed(0)
     np.random.seed(0)  # one draw in two hundred hardly mixes the first batch

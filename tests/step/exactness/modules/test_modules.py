@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import crossed, some
+from tests.support.lanes import crossed, first_cells, some
 from tests.support.modules import split as split_modules
 from tests.support.modules.split import (
     EXPECTED,
@@ -49,12 +49,13 @@ def run(kind, *, strategy=None, **options):
 TURNS = [(kind, PRECISIONS[turn % len(PRECISIONS)]) for turn, kind in enumerate(SPLIT)]  # each kind in one precision
 
 
-@pytest.mark.parametrize(("kind", "precision"), crossed(SPLIT, PRECISIONS, fast=TURNS))
+@first_cells(3, ("kind", "precision"), crossed(SPLIT, PRECISIONS, fast=TURNS))
 def test_the_rule_that_agrees_is_found_and_named(kind, precision):
     assert found(run(kind, precision=precision)[2]).startswith(f"{EXPECTED[kind]}: gradients of ")
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    3,
     ("kind", "precision"),
     [
         (kind, precision)
@@ -84,7 +85,7 @@ def test_a_module_whose_rows_form_groups_is_refused_with_their_unit():
 STEADY = [kind for kind in SPLIT if kind.__name__ not in RANDOM]
 
 
-@pytest.mark.parametrize("kind", some(STEADY, *STEADY[::2]), ids=lambda kind: kind.__name__)
+@first_cells(1, "kind", some(STEADY, *STEADY[::2]), ids=lambda kind: kind.__name__)
 def test_what_is_accepted_has_the_gradients_of_the_whole_batch(kind):
     _, whole, _ = run(kind, strategy="auto")
     _, split, _ = run(kind)
@@ -92,7 +93,7 @@ def test_what_is_accepted_has_the_gradients_of_the_whole_batch(kind):
     torch.testing.assert_close(torch.stack(split.gradients), torch.stack(whole.gradients), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [ShiftedTokens, ClassWeighted, Contrastive, Group, Sum])
+@first_cells(1, "kind", [ShiftedTokens, ClassWeighted, Contrastive, Group, Sum])
 def test_without_the_check_these_would_be_silently_wrong(kind):
     _, whole, _ = run(kind, strategy="auto")
     _, split, strategy = run(kind, strategy=UnifiedStrategy(micro_batch_size=3, check_split=False))
@@ -143,7 +144,7 @@ class Attention(Net):
         return F.cross_entropy(self.net(self.layer(batch["x"].view(-1, 3, 2)).flatten(1)), batch["y"])
 
 
-@pytest.mark.parametrize("kind", [Recurrent, Augmented, Attention, Noise])
+@first_cells(1, "kind", [Recurrent, Augmented, Attention, Noise])
 def test_modules_that_draw_are_decided(kind):
     strategy = run(kind)[2]
 
@@ -199,6 +200,7 @@ class PythonNoise(Net):
         return (F.cross_entropy(out, batch["y"], reduction="none") * noise).mean()
 
 
+@pytest.mark.slow
 def test_noise_from_pythons_generator_is_left_out_and_that_is_said(caplog):
     strategy = run(PythonNoise)[2]
 
@@ -247,7 +249,7 @@ class SmallMistake(Net):
         return F.cross_entropy(out * scale, batch["y"])
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed"])
+@first_cells(1, "precision", ["64-true", "32-true", "bf16-mixed"])
 def test_one_parameter_that_is_one_percent_off_is_found_and_named(precision):
     with pytest.raises(SplitError, match=r"relative, at scale\)"):
         run(SmallMistake, precision=precision)

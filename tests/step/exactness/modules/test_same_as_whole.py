@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.lanes import crossed, some
+from tests.support.lanes import crossed, first_cells, some
 from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -19,7 +19,8 @@ def make(kind: str):
     return {"mlp": MLP, "tokens": RaggedTokens, "token sums": lambda: RaggedTokens(sums=True)}[kind]().double()
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("kind", "clip", "window"),
     crossed(
         ["mlp", "tokens", "token sums"],
@@ -45,7 +46,8 @@ def test_gradients_and_weights_do_not_depend_on_the_micro_batch_size(kind, clip,
         torch.testing.assert_close(weights(module), weights(reference), **EXACT)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "tokens"])
+@pytest.mark.slow
+@first_cells(1, "kind", ["mlp", "tokens"])
 def test_a_short_last_window_is_the_same_too(kind):
     reference = make(kind)
     plain, _ = fit(reference, reference.loader(), accumulate_grad_batches=2)
@@ -56,7 +58,7 @@ def test_a_short_last_window_is_the_same_too(kind):
     torch.testing.assert_close(torch.stack(seen.gradients), torch.stack(plain.gradients), **EXACT)
 
 
-@pytest.mark.parametrize("size", some(SIZES, 1, 3))
+@first_cells(1, "size", some(SIZES, 1, 3))
 def test_every_logged_value_is_the_whole_batchs(size):
     reference, module = make("mlp"), make("mlp")
     plain, plain_trainer = fit(reference, reference.loader())
@@ -72,7 +74,7 @@ def test_every_logged_value_is_the_whole_batchs(size):
         ), name
 
 
-@pytest.mark.parametrize("size", some(SIZES, 1, 3))
+@first_cells(1, "size", some(SIZES, 1, 3))
 def test_callbacks_see_the_outputs_of_the_whole_batch(size):
     reference, module = make("mlp"), make("mlp")
     plain, _ = fit(reference, reference.loader())

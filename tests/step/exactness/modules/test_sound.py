@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.lanes import slow, some
+from tests.support.lanes import first_cells, slow, some
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.sound import OPTIONS, SOUND
 
@@ -21,14 +21,14 @@ def run(kind, *, precision="32-true", seed=0, strategy=None):
 
 
 @pytest.mark.parametrize("precision", ["32-true", slow("bf16-mixed"), slow("bf16-true")])
-@pytest.mark.parametrize("kind", SOUND, ids=lambda kind: kind.__name__)
+@first_cells(4, "kind", SOUND, ids=lambda kind: kind.__name__)
 def test_a_sound_module_is_split_by_its_rule(kind, precision):
     _, strategy = run(kind, precision=precision)
 
     assert strategy.plan.reasons["loss_weight"].startswith(f"{kind.rule}: gradients of ")
 
 
-@pytest.mark.parametrize("kind", some(SOUND, *list(SOUND)[::2]), ids=lambda kind: kind.__name__)
+@first_cells(1, "kind", some(SOUND, *list(SOUND)[::2]), ids=lambda kind: kind.__name__)
 def test_without_dropout_its_weights_are_plain_lightnings(kind):
     class Still(kind):
         def on_train_start(self):

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 from tests.support.modules.plain import weights
 
 pytest.importorskip("transformers")
@@ -16,7 +16,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.zoo.transformers import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Architecture
 
-EVERY_DAY = ("GPT-2", "BERT", "Whisper")
+EVERY_DAY = ("GPT-2",)
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
 
 of_each_architecture = pytest.mark.parametrize(
@@ -90,6 +90,7 @@ def test_eager_attention_without_dropout_equals_plain_lightning(name):
     assert_same(SPLITTABLE[name], attention="eager")
 
 
+@pytest.mark.slow
 def test_masks_drawn_by_numpy_are_said_to_be_left_out_of_the_comparison():
     _, trainer = fit(SPEC_AUGMENT, UnifiedStrategy(micro_batch_size=3), dropout=0.1)
 
@@ -98,7 +99,7 @@ def test_masks_drawn_by_numpy_are_said_to_be_left_out_of_the_comparison():
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-@pytest.mark.parametrize("name", MIXING)
+@first_cells(1, "name", MIXING)
 def test_losses_that_mix_rows_are_refused(name, dropout):
     with pytest.raises(SplitError, match="cannot be split exactly"):
         fit(ARCHITECTURES[name], UnifiedStrategy(micro_batch_size=3), dropout=dropout)

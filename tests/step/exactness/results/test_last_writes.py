@@ -1,11 +1,11 @@
 """The last write of an entry of a memory bank counts, as in the whole batch."""
 
-import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.step.results.last_writes import keeps_last_writes, learn_last_writes
 from lightning_unified.step.results.merging import MergeTable
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.writing import Writes
 from tests.support.runs.schedules import batches, run
@@ -31,7 +31,7 @@ def loader():
     return batches(number=8, size=40, change=lambda batch, row: {"id": 40 * batch + row * ((batch, row) != (5, 39))})
 
 
-@pytest.mark.parametrize("kind", [Bank, AddedBank])
+@first_cells(1, "kind", [Bank, AddedBank])
 def test_an_entry_that_two_micro_batches_write_is_the_whole_batchs(kind):
     whole, _ = run(kind, loader(), strategy="auto")
     split, _ = run(kind, loader(), strategy=UnifiedStrategy(micro_batch_size=18))

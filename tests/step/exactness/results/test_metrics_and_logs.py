@@ -21,6 +21,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import fit
 from tests.support.modules.step_kinds import CLASSES, Kind
 
@@ -99,7 +100,7 @@ def assert_same(kind):
     return ours
 
 
-@pytest.mark.parametrize("name", METRICS)
+@first_cells(1, "name", METRICS)
 def test_a_logged_metric_is_the_whole_batchs(name):
     assert assert_same(type("Holding", (Held,), {"make_metric": lambda self: METRICS[name]()})).strategy.events == []
 
@@ -258,7 +259,8 @@ class NotMeans(Kind):
         return loss
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     "kind",
     [InDict, LoggedCollection, MeanOfLosses, MeanOfRows, Regression, Options],
     ids=lambda kind: kind.__name__,
@@ -352,7 +354,8 @@ def test_logs_that_nothing_puts_together_are_named():
     assert [one["median"] for one in seen] != [one["median"] for one in expected]
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     "wrapper",
     [
         lambda: ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)),

@@ -15,7 +15,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from lightning_unified import MergeRules, MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import crossed, some
+from tests.support.lanes import crossed, first_cells, some
 from tests.support.modules.plain import Rows
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -160,7 +160,7 @@ def assert_same(one, other):
         assert one == other
 
 
-@pytest.mark.parametrize(("name", "stage"), crossed(MERGED, STAGES, fast=in_turns(MERGED)))
+@first_cells(1, ("name", "stage"), crossed(MERGED, STAGES, fast=in_turns(MERGED)))
 def test_what_can_be_put_together_is_the_whole_batchs(name, stage):
     kind = giving(MERGED[name])
     outputs, logs, _ = run(kind, stage, split=False)
@@ -171,7 +171,7 @@ def test_what_can_be_put_together_is_the_whole_batchs(name, stage):
     assert not [event for event in strategy.events if "no rule merges" in event]
 
 
-@pytest.mark.parametrize(("name", "stage"), crossed(UNMERGED, STAGES, fast=in_turns(UNMERGED)))
+@first_cells(1, ("name", "stage"), crossed(UNMERGED, STAGES, fast=in_turns(UNMERGED)))
 def test_what_cannot_be_put_together_is_warned_of_by_name_and_once(name, stage, caplog):
     _, _, strategy = run(giving(UNMERGED[name]), stage, split=True)
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_put_together_is_warned_of_by_name_and_once(name, stage, 
     assert [event for event in strategy.events if "no rule merges" in event] == [f"'v'{said[0][3:]}"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@first_cells(1, "stage", STAGES)
 def test_a_rule_that_was_given_is_taken_without_a_warning(stage, caplog):
     def root(values, rows):
         return (sum(value**2 * size for value, size in zip(values, rows, strict=True)) / sum(rows)) ** 0.5
@@ -219,7 +219,7 @@ def test_what_is_given_in_later_batches_only_is_found_out_there(late, stage, cap
     assert not [record for record in caplog.records if "no rule merges" in record.message]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@first_cells(1, "stage", STAGES)
 def test_a_batch_size_of_its_own_weights_a_log_over_the_epoch(stage):
     """The number of rows of class 0, of which a micro-batch may have none."""
     attributes = {"size_of": lambda self, batch: int((batch["y"] == 0).sum())}
@@ -294,7 +294,7 @@ def predicting(predict):
     return type("Predicts", (Net,), {"predict_step": lambda self, batch, batch_idx: predict(self.net, batch)})
 
 
-@pytest.mark.parametrize("name", PREDICTED)
+@first_cells(2, "name", PREDICTED)
 def test_predictions_by_row_are_those_of_whole_batches(name):
     whole, _, _ = run(predicting(PREDICTED[name]), "predict", split=False)
     split, _, _ = run(predicting(PREDICTED[name]), "predict", split=True)
@@ -304,7 +304,7 @@ def test_predictions_by_row_are_those_of_whole_batches(name):
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("name", GUESSED)
+@first_cells(2, "name", GUESSED)
 def test_predictions_that_are_not_by_row_are_refused_not_guessed(name):
     with pytest.raises(SplitError, match=r"Predicts\.predict_step returns .*MergeRules\(outputs="):
         run(predicting(GUESSED[name]), "predict", split=True)

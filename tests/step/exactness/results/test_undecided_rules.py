@@ -1,13 +1,13 @@
 """Values that several merge rules fit so far are checked once the rules give other results for them."""
 
 import lightning as L
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import Rows, fit
 
 FLAGGED = [0, 0, 0, 0, 8, 8, 3, 8, 5, 8]  # rows of each batch
@@ -64,7 +64,7 @@ def run(strategy):
     return module
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@first_cells(1, "rows", [1, 2, 3])
 def test_a_count_that_was_zero_in_all_checks_is_the_whole_batchs(rows):
     strategy = UnifiedStrategy(micro_batch_size=rows, evaluation_micro_batch_size=rows)
     module = run(strategy)

@@ -16,7 +16,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import is_mergeable, learn_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
-from tests.support.lanes import crossed, slow
+from tests.support.lanes import crossed, first_cells, slow
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.writing import (
     AddedUp,
@@ -221,7 +221,7 @@ class SwapsForAPass(FreezesForAPass):
         self.net[0].weight = own
 
 
-@pytest.mark.parametrize("kind", [NormalizesBefore, FunctionalCall, FreezesForAPass, WritesForAPass, SwapsForAPass])
+@first_cells(1, "kind", [NormalizesBefore, FunctionalCall, FreezesForAPass, WritesForAPass, SwapsForAPass])
 def test_parameters_that_are_written_before_their_use_train_as_with_whole_batches(kind):
     whole, _ = run(kind, "auto")
     split, _ = run(kind, UnifiedStrategy(micro_batch_size=3))
@@ -264,7 +264,8 @@ def compare(one, other, name):
         assert one == pytest.approx(other, rel=1e-6), name
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    8,
     ("kind", "window"),
     crossed(
         SAME,
@@ -279,8 +280,8 @@ def test_state_that_the_step_writes_is_the_whole_batchs(kind, window):
     assert_close(state_of(plain), state_of(split))
 
 
-@pytest.mark.parametrize(
-    "kind", [Counter, slow(RunningLoss), RunningMean, Outputs, slow(OutputsByRow), Pending, slow(Kept), InstanceNorm]
+@first_cells(
+    1, "kind", [Counter, slow(RunningLoss), RunningMean, Outputs, slow(OutputsByRow), Pending, slow(Kept), InstanceNorm]
 )
 def test_without_the_check_it_is_written_once_a_micro_batch(kind):
     """The negative twin: where nothing is known the writes of micro-batches stay as they come."""
@@ -291,7 +292,7 @@ def test_without_the_check_it_is_written_once_a_micro_batch(kind):
         assert_close(state_of(plain), state_of(split))
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+@first_cells(1, "kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_nothing_puts_together_is_refused_with_its_path(kind):
     with pytest.raises(
         SplitError, match=rf"^{kind.__name__} writes .*{REFUSED[kind]}.* in its step.*on_train_batch_end"
@@ -299,7 +300,7 @@ def test_what_nothing_puts_together_is_refused_with_its_path(kind):
         run(kind, UnifiedStrategy(micro_batch_size=3))
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+@first_cells(2, "kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_a_refusal_comes_before_anything_is_written(kind):
     module = kind().double()
     before = weights(module)
@@ -391,7 +392,7 @@ class OwnGenerators(Writes):
         self.draws.random(), self.numpy.random(), torch.rand(1, generator=self.torch)
 
 
-@pytest.mark.parametrize("kind", [Clock, OwnGenerators])
+@first_cells(1, "kind", [Clock, OwnGenerators])
 def test_times_addresses_and_generators_are_left_as_they_come(kind):
     plain, _ = run(kind, "auto")
     split, _ = run(kind, UnifiedStrategy(micro_batch_size=3))

@@ -10,7 +10,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import UNWRITTEN, is_known, learn_entry, merge_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.undo.changes import ABSENT
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import fit
 from tests.support.modules.writing import Writes
 
@@ -89,7 +89,8 @@ def comparable(kept):
     return round(float(kept), 6)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    2,
     ("name", "is_lazy"),
     crossed(FILLED, [False, True], fast=[*((name, False) for name in FILLED), ("counts in a dict", True)]),
 )

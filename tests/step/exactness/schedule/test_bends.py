@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
-from tests.support.lanes import some
+from tests.support.lanes import first_cells, some
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, found, run
@@ -118,7 +118,7 @@ def loader():
     return batches(number=13, size=8, change=cost)
 
 
-@pytest.mark.parametrize("kind", some(KINDS, *KINDS[::3]), ids=lambda kind: kind.__name__)
+@first_cells(3, "kind", some(KINDS, *KINDS[::3]), ids=lambda kind: kind.__name__)
 def test_micro_batches_on_two_sides_of_a_bend_are_refused_before_the_update(kind, checks):
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
         run(kind, loader())
@@ -191,6 +191,7 @@ class DrawnLimit(Limit):
         return super().loss(out + 0.01 * torch.randn_like(out), batch)
 
 
+@pytest.mark.slow
 def test_a_bend_is_found_behind_random_draws(checks):
     with pytest.raises(SplitError, match="DrawnLimit cannot be split exactly"):
         run(DrawnLimit, loader())
@@ -210,6 +211,7 @@ class Teacher(Limit):
         return F.relu(cost - 2 + 0.1 * self.calls)
 
 
+@pytest.mark.slow
 def test_a_bend_is_compared_from_the_state_before_the_batch():
     with pytest.raises(SplitError, match="Teacher cannot be split exactly"):
         run(Teacher, loader())
@@ -226,6 +228,7 @@ class RowByRow(Net):
         return torch.stack(each).mean()
 
 
+@pytest.mark.slow
 def test_bends_of_rows_one_by_one_are_split_like_plain_lightnings():
     plain, _ = run(RowByRow, batches(number=20), strategy="auto")
     split, trainer = run(RowByRow, batches(number=20))

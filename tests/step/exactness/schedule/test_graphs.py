@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.facts.graph import graph_fact
+from tests.support.lanes import first_cells
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, run
 
@@ -43,7 +44,7 @@ class Alternates(Net):
         return F.nll_loss(out.log_softmax(-1), batch["y"])
 
 
-@pytest.mark.parametrize("kind", [ByAList, ByProgress])
+@first_cells(1, "kind", [ByAList, ByProgress])
 def test_a_term_that_is_switched_on_unseen_is_refused_before_its_update(kind, checks):
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
         run(kind, batches(number=13))

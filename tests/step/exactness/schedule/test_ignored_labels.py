@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import Rows, weights
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import found, run
@@ -57,7 +58,7 @@ def split(**options):
     return UnifiedStrategy(micro_batch_size=16, recompute=False, predict=False, **options)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@first_cells(1, "first", [0, 1, 2])
 def test_a_rare_ignored_label_counts_in_no_micro_batch(first):
     plain, _ = run(Tokens, loader(first=first), strategy="auto")
     trained, trainer = run(Tokens, loader(first=first), strategy=split())
@@ -66,7 +67,7 @@ def test_a_rare_ignored_label_counts_in_no_micro_batch(first):
     assert found(trainer).startswith("entries of 'y' other than 7: ")
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@first_cells(1, "first", [0, 1, 2])
 def test_a_rare_ignored_label_that_the_batch_does_not_show_is_refused(first, checks):
     with pytest.raises(SplitError, match="Shifted cannot be split exactly"):
         run(Shifted, loader(first=first, token=IGNORED - 1), strategy=split())
@@ -105,7 +106,7 @@ class Lazy(Shifted):
         self.net = Decoder()
 
 
-@pytest.mark.parametrize("kind", [Chunked, Lazy])
+@first_cells(1, "kind", [Chunked, Lazy])
 def test_ignored_labels_of_a_loss_in_chunks_are_seen(kind, checks):
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
         run(kind, loader(first=1, token=IGNORED - 1), strategy=split(loss_chunk=16 if kind is Lazy else False))

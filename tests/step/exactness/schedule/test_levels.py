@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
 from lightning_unified.step.exactness.facts.levels import Levels, name_of
+from tests.support.lanes import first_cells
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, run
 
@@ -41,7 +42,7 @@ def loader(*, large=5.0):
     return batches(number=13, size=8, change=lambda batch, row: {"cost": costs[8 * batch + row]})
 
 
-@pytest.mark.parametrize("kind", [Clamped, ZeroBeyond, Returned])
+@first_cells(1, "kind", [Clamped, ZeroBeyond, Returned])
 def test_a_figure_that_first_reaches_a_level_is_checked_and_named(kind, checks, caplog):
     run(kind, loader())
 
@@ -63,6 +64,7 @@ class Written(Net):
         return F.cross_entropy(out, batch["y"])
 
 
+@pytest.mark.slow
 def test_a_written_figure_that_first_reaches_a_level_is_refused_before_the_update(checks):
     with pytest.raises(SplitError, match="Written writes Written"):
         run(Written, loader())
@@ -70,7 +72,7 @@ def test_a_written_figure_that_first_reaches_a_level_is_refused_before_the_updat
     assert checks.steps[-1] == 9
 
 
-@pytest.mark.parametrize("kind", [Clamped, Returned, Written])
+@first_cells(1, "kind", [Clamped, Returned, Written])
 def test_a_figure_below_its_level_costs_no_check(kind, checks, caplog):
     run(kind, loader(large=1.0))
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.split import LateRagged, Net, ShiftedTokens
 from tests.support.runs.schedules import batches, found, run
@@ -19,6 +20,7 @@ def test_batches_1_2_4_8_and_so_on_are_checked(checks):
     assert checks.steps == [0, 1, 3, 7, 15, 31]
 
 
+@pytest.mark.slow
 def test_a_batch_is_not_checked_soon_after_one_of_a_new_kind(checks):
     run(
         Net,
@@ -28,6 +30,7 @@ def test_a_batch_is_not_checked_soon_after_one_of_a_new_kind(checks):
     assert checks.steps == [0, 1, 3, 6, 15]
 
 
+@pytest.mark.slow
 def test_the_schedule_goes_on_over_epochs(checks):
     run(Net, batches(number=5), max_epochs=4)
 
@@ -149,15 +152,15 @@ class SixClasses(Net):
         return F.cross_entropy(torch.cat([out, out], 1), batch["y"])
 
 
-@pytest.mark.parametrize("name", NEW)
+@first_cells(2, "name", NEW)
 def test_a_batch_of_a_new_kind_is_checked_before_its_update(name, checks):
     run(SixClasses, batches(number=8, change=NEW[name]))
 
     assert checks.steps == [0, 1, 3, 5, 7]
 
 
-@pytest.mark.parametrize("value", [float("nan"), -5.0])
-@pytest.mark.parametrize("late", [0, 3])
+@first_cells(1, "value", [float("nan"), -5.0])
+@first_cells(1, "late", [0, 3])
 def test_a_field_that_is_no_weight_after_all_is_none(value, late, checks):
     """Ones may be weights; a later missing or negative number shows that they are not."""
     change = {"z": torch.ones(()), "late": torch.tensor(value)}
@@ -198,7 +201,7 @@ def without_observations(batch, row):
 LATE = {"Scaled": (Scaled, without_observations), "Warmed": (Warmed, lambda batch, row: {})}
 
 
-@pytest.mark.parametrize("name", LATE)
+@first_cells(1, "name", LATE)
 def test_a_batch_that_mixes_rows_is_refused_before_its_update(name):
     kind, change = LATE[name]
     plain, _ = run(kind, batches(change=change), strategy="auto", max_steps=5)
@@ -222,7 +225,7 @@ class Sly(Net):
         Sly.steps += 1
 
 
-@pytest.mark.parametrize("kept", [1, 0])
+@first_cells(1, "kept", [1, 0])
 def test_a_checkpoint_that_is_gone_is_not_named(kept, tmp_path):
     Sly.steps = 0
     checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=kept)
@@ -292,7 +295,7 @@ class Masked(Net):
         return terms.sum() / batch["mask"].sum()
 
 
-@pytest.mark.parametrize("late", [1, 2, 5, 6])
+@first_cells(1, "late", [1, 2, 5, 6])
 def test_a_batch_that_tells_rules_apart_is_checked_before_its_update(late, checks):
     change = masks(ragged=lambda batch: batch == late)
     plain, _ = run(Masked, batches(change=change, number=late + 1), strategy="auto")

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.facts.profile import SHARED, facts_of
+from tests.support.lanes import first_cells
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, run
 
@@ -30,7 +31,7 @@ class NamedRows(LossOfEachId):
         return super().loss(out, {"id": torch.tensor([names[name] for name in batch["name"]])})
 
 
-@pytest.mark.parametrize("kind", [LossOfEachId, PairsOfOneId, NamedRows])
+@first_cells(1, "kind", [LossOfEachId, PairsOfOneId, NamedRows])
 def test_the_first_rows_with_one_id_are_compared_however_far_apart_they_are(kind, checks):
     def row(batch, place):
         number = 1000 + (40 * batch + (0 if (batch, place) == (5, 39) else place))

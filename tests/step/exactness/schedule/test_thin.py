@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, found, run
@@ -39,7 +40,7 @@ def loader(*places, kind=int):
 RARE = ((0, 4), (1, 4), (2, 3), (2, 7), (4, 0), (4, 6), (7, 1), (7, 4), (7, 5), (9, 2))
 
 
-@pytest.mark.parametrize("kind", [MeanOfHits, SumOfHits])
+@first_cells(1, "kind", [MeanOfHits, SumOfHits])
 def test_a_loss_of_rare_rows_equals_plain_lightnings(kind):
     plain, _ = run(kind, loader(*RARE), strategy="auto")
     split, trainer = run(kind, loader(*RARE))
@@ -48,12 +49,13 @@ def test_a_loss_of_rare_rows_equals_plain_lightnings(kind):
     assert not found(trainer).startswith("rows")
 
 
-@pytest.mark.parametrize("places", [((0, 5), (0, 7)), ((0, 5), (1, 5), (1, 7))])
+@first_cells(1, "places", [((0, 5), (0, 7)), ((0, 5), (1, 5), (1, 7))])
 def test_a_mean_of_rare_rows_that_looks_like_a_sum_is_refused_before_its_update(places):
     with pytest.raises(SplitError, match="MeanOfHits cannot be split exactly"):
         run(MeanOfHits, loader(*places, kind=float))
 
 
+@pytest.mark.slow
 def test_checks_become_rare_once_two_micro_batches_had_a_gradient(checks):
     run(SumOfHits, loader((0, 4), (1, 4), (2, 3), (2, 7), *[(batch, 5) for batch in range(3, 12)], kind=float))
 

@@ -4,6 +4,7 @@ import pytest
 from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.split import Net, Zero
 from tests.support.runs.schedules import batches, found, run
 
@@ -15,7 +16,7 @@ class Frozen(Net):
         return super().loss(out, batch) * batch["on"].mean()
 
 
-@pytest.mark.parametrize(("zeros", "decided"), [(1, 1), (2, 2), (5, 5)])
+@first_cells(1, ("zeros", "decided"), [(1, 1), (2, 2), (5, 5)])
 def test_an_undecided_batch_is_followed_by_a_check_of_the_next(zeros, decided, checks):
     _, trainer = run(Frozen, batches(change=lambda batch, row: {"on": float(batch >= zeros)}, number=zeros + 2))
 
@@ -48,6 +49,7 @@ def test_rows_whose_gradient_says_nothing_are_followed_by_more():
         run(HardestTenth, batches(number=1, size=24))
 
 
+@pytest.mark.slow
 def test_what_stays_undecided_is_checked_ever_more_rarely(checks):
     run(Zero, batches(number=40))
 

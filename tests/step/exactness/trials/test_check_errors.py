@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import MLP, weights
 from tests.support.modules.split import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
 
@@ -37,7 +38,7 @@ def out_of_memory(kind, *, rows, times=10**6):
     return Tight
 
 
-@pytest.mark.parametrize(("rows", "checked"), [(4, 4), (2, 2)])
+@first_cells(1, ("rows", "checked"), [(4, 4), (2, 2)])
 def test_memory_that_runs_out_in_a_check_makes_it_smaller(rows, checked):
     tight, _, strategy = run(out_of_memory(ShiftedTokens, rows=rows), strategy=UnifiedStrategy(micro_batch_size=2))
     plain, _, _ = run(ShiftedTokens, strategy=UnifiedStrategy(micro_batch_size=2))
@@ -77,6 +78,7 @@ class Blocks(Net):
             return F.cross_entropy(self.net(self.blocks(batch["x"])), batch["y"])
 
 
+@pytest.mark.slow
 def test_a_check_that_does_not_fit_recomputes_activations():
     _, _, strategy = run(Blocks, strategy=UnifiedStrategy(micro_batch_size=1))
 

@@ -3,14 +3,13 @@
 Neither the padding number nor the order of padded batches matters.
 """
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import Rows, fit, weights
 from tests.support.modules.step_kinds import Kind
 
@@ -67,7 +66,8 @@ def assert_same(kind):
     assert reason.startswith(f"entries of '{kind.name}' other than {kind.pad}: gradients of")
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("pad", "without"),
     crossed(
         [0, 1, 299],

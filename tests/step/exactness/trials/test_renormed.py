@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from tests.support.lanes import first_cells
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.undo import FAULTS, TEXT, Fails, Plain
 
@@ -49,8 +50,8 @@ def train(make, strategy, at=(), **options):
     return module
 
 
-@pytest.mark.parametrize("make", [Words, Bags])
-@pytest.mark.parametrize(("options", "at"), [({"micro_batch_size": 3}, ()), ({"predict": False}, (2,))])
+@first_cells(2, "make", [Words, Bags])
+@first_cells(1, ("options", "at"), [({"micro_batch_size": 3}, ()), ({"predict": False}, (2,))])
 def test_an_embedding_with_max_norm_trains_as_with_whole_batches(make, options, at):
     whole = train(make, "auto")
     split = train(make, UnifiedStrategy(**options), at)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.lanes import slow
+from tests.support.lanes import first_cells, slow
 from tests.support.modules.plain import MLP, fit
 
 CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -57,7 +57,7 @@ class Looking(MLP):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("how", ["default", slow("high"), slow("medium"), "older off", "newer on"])
+@first_cells(1, "how", ["default", slow("high"), slow("medium"), "older off", "newer on"])
 def test_checks_turn_tf32_off_and_every_switch_back(how):
     turn(how)
     before = switches()

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import MLP, weights
 from tests.support.modules.split import BatchNorm, Contrastive, Dropout, Mean, Net, ShiftedTokens, found, run
 
@@ -56,7 +56,8 @@ class Modes(Net):
 KINDS = [Mean, Draws, Logs, Dropout, BatchNorm, ChangesBatch, Modes]
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    3,
     ("kind", "window", "precision"),
     crossed(
         KINDS,
@@ -86,7 +87,7 @@ def test_a_run_with_the_check_is_bit_for_bit_the_run_without(kind, window, preci
         assert seen.callback_metrics == twin.callback_metrics
 
 
-@pytest.mark.parametrize("kind", [Mean, Dropout, Logs])
+@first_cells(1, "kind", [Mean, Dropout, Logs])
 def test_a_check_keeps_nothing_that_it_has_made(kind):
     module, _, _ = run(kind)
 
@@ -113,7 +114,7 @@ def test_the_check_runs_no_hooks_around_the_backward_pass():
     assert len(steps) == 3 + 1 + 3 + 3  # the rows whole, and split in two ways
 
 
-@pytest.mark.parametrize("only_cudnn", [False, True])
+@first_cells(1, "only_cudnn", [False, True])
 def test_the_check_leaves_cudnns_attention_out_where_there_is_another(only_cudnn):
     kernels, seen = torch.backends.cuda, []
     note = seen.append  # a list that the step names would be put back

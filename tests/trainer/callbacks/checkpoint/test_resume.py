@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -24,7 +24,8 @@ def stopped_and_resumed(small_run, folder, *, batches, **options):
     return small_run.fit(folder, callbacks=[RunCheckpoint(folder)], seed=99, resume=folder / "last.ckpt", **options)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("options", "batches"),
     crossed(
         [{}, VALIDATE_EVERY_2, VALIDATE_NEVER, BY_EPOCHS],
@@ -50,7 +51,8 @@ def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, 
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("options", "first", "second"),
     crossed(
         [{}, VALIDATE_EVERY_2, VALIDATE_NEVER],
@@ -121,7 +123,8 @@ def test_a_run_in_another_precision_than_its_modules_resumes_with_every_bit(smal
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("options", "batches"),
     crossed(
         [{}, VALIDATE_EVERY_3, BY_EPOCHS],
@@ -138,7 +141,8 @@ def test_a_run_stopped_inside_an_accumulation_window_goes_on_with_its_gradients(
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("options", "accumulate"),
     crossed([{}, VALIDATE_EVERY_2], [1, 2], fast=[({}, 2), (VALIDATE_EVERY_2, 1)]),
     ids=str,
@@ -198,8 +202,9 @@ def test_a_plain_shuffling_loader_goes_on_at_the_epochs_end(small_run, tmp_path)
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(
+@first_cells(1, "shuffle", [False, True])
+@first_cells(
+    3,
     "validations",
     [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 2}, {"val_check_interval": 0.4}, VALIDATE_EVERY_2],
     ids=str,
@@ -329,7 +334,8 @@ def logged_losses():
     return logger
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("options", "accumulate", "batches"),
     crossed(
         [VALIDATE_EVERY_2, VALIDATE_NEVER],

@@ -10,6 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
+from tests.support.lanes import first_cells
 from tests.support.modules.recomputed import Deep, Switch, fit, trained
 
 
@@ -23,7 +24,8 @@ def assert_equal(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("strategy", "options"),
     [
         ({}, {}),

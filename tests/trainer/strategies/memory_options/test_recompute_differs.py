@@ -7,6 +7,7 @@ import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import RecomputationError
+from tests.support.lanes import first_cells
 from tests.support.modules.recomputed import TEXT, Block, Deep, fit, trained
 from tests.trainer.strategies.memory_options.test_recompute import assert_equal
 
@@ -74,7 +75,7 @@ def test_recompute_true_refuses_it_before_weights_are_written():
     assert torch.equal(before["head.weight"], module.head.weight)
 
 
-@pytest.mark.parametrize(("plain", "short"), [(Plain, Scaling), (PlainLengthening, Lengthening)])
+@first_cells(1, ("plain", "short"), [(Plain, Scaling), (PlainLengthening, Lengthening)])
 def test_turned_on_automatically_it_leaves_these_blocks_out_and_repeats_the_step(plain, short, caplog):
     _, expected, _ = trained(plain, recompute=False)
     module, found, trainer = trained(short, recompute="auto")

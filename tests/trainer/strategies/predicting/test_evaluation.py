@@ -71,6 +71,7 @@ def test_a_validation_batch_that_does_not_fit_is_split_before_memory_runs_out(sa
     assert torch.allclose(module.trainer.callback_metrics["loss"], whole)
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_is_that_of_a_validation_that_takes_more_than_training():
     strategy = UnifiedStrategy(simulate="h200", budget="100MiB")
     fit(strategy, kind=Validates, rows=16, validation_rows=256, num_sanity_val_steps=0)

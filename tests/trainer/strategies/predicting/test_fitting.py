@@ -25,7 +25,7 @@ from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.exactness.trials.examination import Examination
 from lightning_unified.step.recovery import budget_watch
 from lightning_unified.strategies import UnifiedStrategy
-from tests.support.lanes import slow, some
+from tests.support.lanes import first_cells, slow, some
 from tests.trainer.strategies.predicting.deep import MIB, Deep, fit, weights
 
 
@@ -49,6 +49,7 @@ def test_a_batch_that_does_not_fit_never_runs_out_of_memory(machine, undivided):
     assert torch.allclose(weights(module), undivided, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_metal_holds_beside_the_heaps_is_left_out_of_what_a_plan_may_take(undivided):
     strategy = UnifiedStrategy(simulate="m2-16gb", budget="40MiB", recompute=False)
     module = fit(strategy)
@@ -103,7 +104,8 @@ def test_a_plan_does_not_keep_the_batch_it_was_made_for():
     assert alive == [[], [False], [False, False]]
 
 
-@pytest.mark.parametrize(
+@first_cells(
+    1,
     ("machine", "version"),
     [
         ("h200", "2.13.0"),
@@ -238,6 +240,7 @@ def test_it_can_be_switched_off():
     assert strategy.recoveries > 0
 
 
+@pytest.mark.slow
 def test_the_plan_is_plain_values_for_its_file():
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     fit(strategy)
@@ -249,6 +252,7 @@ def test_the_plan_is_plain_values_for_its_file():
     assert content["reasons"]["prediction"]
 
 
+@pytest.mark.slow
 def test_measured_speeds_are_saved_for_the_machines_next_runs():
     strategy = UnifiedStrategy(budget="2GiB")
     fit(strategy, rows=256, lengths=(128,) * 4)
@@ -258,6 +262,7 @@ def test_measured_speeds_are_saved_for_the_machines_next_runs():
     assert list(Calibration.load(machines[0]).peaks) == ["cpu 32-true"]
 
 
+@pytest.mark.slow
 def test_the_memory_of_an_exactness_check_teaches_nothing_about_steps(monkeypatch):
     ran, findings = [], Examination.findings
 
@@ -277,6 +282,7 @@ def test_the_memory_of_an_exactness_check_teaches_nothing_about_steps(monkeypatc
     assert strategy.measured_peak().bytes > 2**30
 
 
+@pytest.mark.slow
 def test_a_simulated_machine_teaches_nothing_about_this_one():
     fit(UnifiedStrategy(simulate="h200", budget="16MiB"), lengths=(128,) * 4)
 

@@ -40,6 +40,7 @@ def shorter(tmp_path_factory):
         return fit(strategy, kind=Noting, lengths=LENGTHS), strategy
 
 
+@pytest.mark.slow
 def test_shorter_rows_get_the_largest_micro_batch_predicted_to_fit(shorter):
     module, _ = shorter
     at_once = {length: max(rows for rows, each in module.seen if each == length) for length in LENGTHS}
@@ -47,6 +48,7 @@ def test_shorter_rows_get_the_largest_micro_batch_predicted_to_fit(shorter):
     assert at_once[128] < at_once[96] < at_once[32]
 
 
+@pytest.mark.slow
 def test_memory_does_not_run_out_in_shorter_rows_either(shorter):
     _, strategy = shorter
 
