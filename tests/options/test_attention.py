@@ -213,6 +213,7 @@ def test_the_simulated_mac_takes_the_predicted_memory(attention, settings):
     assert counted == pytest.approx(predicted, rel=0.03)
 
 
+@pytest.mark.slow
 def test_auto_plans_chunks_on_a_mac_where_they_let_more_rows_fit():
     module = Attentive(blocks=4)
     trainer = fit(module, length=512, rows=2, simulate="m2-16gb", budget="64MiB")

@@ -56,6 +56,7 @@ def counted(monkeypatch):
 OPTIONS = ({}, {"loss_chunk": 8}, {"attention": "chunked"}, {"loss_chunk": 8, "attention": "chunked"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -113,6 +114,7 @@ def test_the_first_step_of_a_later_fake_copy_skips_known_blocks(counted):
     assert numbered(second) == numbered(first)
 
 
+@pytest.mark.slow
 def test_another_attention_learns_no_block_anew(counted):
     module, batch = Stack(), Stack.batch(4)
     traces = StepTraces(StepSpec(module=module, batch=batch, **MPS))

@@ -166,7 +166,6 @@ def test_a_wrong_gradient_is_named_with_issue_and_remedy_and_the_run_goes_on(as_
     assert any(event.startswith("gradients of 4 rows on cpu differ") for event in trainer.strategy.events)
 
 
-@pytest.mark.slow
 def test_each_new_size_is_compared_once(as_mps):
     train(MLP, callbacks=[Sizes(4, 4, 4, 2, 2, 4)])
 

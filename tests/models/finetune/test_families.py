@@ -63,6 +63,7 @@ def test_gradients_are_those_of_a_plain_loop(tmp_path, family, kind, size):
         check_plain_loop(tmp_path, kind, size=size, **settings(family))
 
 
+@pytest.mark.slow
 @first_cells(1, "family", some(OTHERS, "beam", "minicpm3"))
 def test_other_families_get_them_too(tmp_path, family):
     with NoFloat32():

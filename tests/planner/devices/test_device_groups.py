@@ -86,6 +86,7 @@ def test_ranks_hold_whole_parameters_if_the_budget_allows_it(budget, hold):
     assert group.holding("auto", Net(), budget_bytes=budget).hold == hold
 
 
+@pytest.mark.slow
 def test_a_plan_compares_copies_and_shards_with_and_without_checkpointing():
     plan = lightning_unified.plan(
         Net(), BATCH, budget="1GiB", device="cuda", devices=8, strategy="fsdp", rates=tabled_rates("h200")

@@ -124,6 +124,7 @@ class Written(Block):
         return x + self.down(hidden)
 
 
+@pytest.mark.slow
 @first_cells(1, "share", [None, 0.0])
 def test_a_compiled_block_that_writes_a_buffer_is_planned_as_it_runs(share):
     module, compilation = Module(), Compilation("blocks")
@@ -183,7 +184,7 @@ class Encoder(Net):
 
 
 @first_cells(1, "kind", ["torch's layers", "sequences"])
-@first_cells(2, "by", ["compile in place", "torch.compile", "strategy"])
+@first_cells(1, "by", ["compile in place", "torch.compile", "strategy"])
 def test_torchs_own_modules_are_planned_as_the_compiler_runs_them(kind, by):
     module = Module()
     module.net = Encoder(kind)

@@ -225,6 +225,7 @@ def test_a_record_is_taken_up_where_it_ended(tmp_path, capsys):
     assert again.lacks("two")
 
 
+@pytest.mark.slow
 def test_a_small_module_trains_and_its_live_bytes_are_counted():
     check("mlp", "32-true")
 

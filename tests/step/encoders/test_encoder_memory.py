@@ -37,6 +37,7 @@ def test_memory_falls_with_the_chunk(tmp_path):
     assert peaks[4] < 0.6 * peaks[16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", some([1, 3, 4, 8], 3))
 def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(chunks, tmp_path):
     predicted = peak_of(

@@ -299,6 +299,7 @@ def test_an_evaluation_out_of_memory_goes_on_whole_with_encoders_in_chunks():
     assert max(fails.rows[1:]) == 4
 
 
+@pytest.mark.slow
 @first_cells(1, "in_place", [False, True], ids=["wrapped", "in place"])
 def test_compiled_encoders_run_in_chunks(in_place):
     class Compiled(Contrastive):

@@ -42,7 +42,6 @@ def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, 
     assert torch.equal(seen.gradients[-1], twin_seen.gradients[-1])
 
 
-@pytest.mark.slow
 def test_running_out_of_memory_in_the_first_optimizer_step_leaves_no_trace():
     module, _, trainer = run(MLP, Fails("optimizer.step", batch=0))
     twin, _, _ = run(MLP, ShrinksAt(4, 0))
@@ -120,7 +119,6 @@ def test_a_module_whose_rules_say_it_cannot_be_split_is_not():
         fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=4, micro_batches=rules))
 
 
-@pytest.mark.slow
 def test_the_failed_attempts_tensors_are_gone_before_the_step_is_repeated():
     alive = []
     note = alive.append  # a list that the step names would be put back

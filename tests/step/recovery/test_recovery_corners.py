@@ -122,7 +122,6 @@ def test_hooks_of_a_repeated_step_see_the_gradients_of_the_step_before(hook, opt
     assert_recovered_as_undisturbed(SeesGradients, FailsIn(hook), **options)
 
 
-@pytest.mark.slow
 def test_two_failures_of_one_batch_leave_no_trace():
     assert_recovered_as_undisturbed(Stateful, FailsIn("on_after_backward", times=2))
 
@@ -160,7 +159,6 @@ def test_metric_lists_groups_and_generators_are_put_back(phase, batch):
     assert_recovered_as_undisturbed(Measures, Fails(phase, batch))
 
 
-@pytest.mark.slow
 def test_generators_that_a_failed_attempt_seeded_anew_are_put_back():
     class Reseeds(FailsIn):
         def _maybe_fail(self, *_):

@@ -82,6 +82,7 @@ def test_each_rank_writes_its_own_rows(made):
     assert 0.5 < second / first < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hold", some(["parameters", "shards"], "shards"))
 def test_a_folder_holds_the_same_bits_as_a_file(tmp_path, hold):
     for fits in on_ranks(saved.both_forms, str(tmp_path), hold):
@@ -150,6 +151,7 @@ def test_a_rank_killed_between_two_renames_loses_nothing(tmp_path):
     assert put_back(tmp_path / "last.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"), [("full", "No space left on device"), slow("memory", "memory ran out on rank 1")]
 )
@@ -177,6 +179,7 @@ def test_memory_that_runs_out_while_gathering_leaves_whole_files(tmp_path, phase
         assert fits["steps"] == 6
 
 
+@pytest.mark.slow
 def test_model_checkpoint_keeps_and_deletes_folders(tmp_path):
     for fits in on_ranks(saved.with_model_checkpoint, str(tmp_path)):
         assert names(tmp_path) == ["last.ckpt", Path(fits["best"]).name]

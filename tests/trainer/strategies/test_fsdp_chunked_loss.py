@@ -31,6 +31,7 @@ def assert_alike(fits, other):
         assert fit["metrics"] == pytest.approx(other["metrics"], abs=2e-6)  # transformers computes the loss in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hold", "rows"), [("shards", 3), slow("shards", "auto"), slow("parameters", 3), slow("parameters", "auto")]
 )

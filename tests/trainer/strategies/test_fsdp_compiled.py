@@ -25,6 +25,7 @@ def ranks(hold, name):
     return on_ranks(compiled.fits, hold, name)
 
 
+@pytest.mark.slow
 @both
 @each
 def test_compiled_blocks_train_as_one_process(hold, name):

@@ -8,6 +8,7 @@ from tests.support.lasting import Lasting
 from tests.trainer.strategies.predicting.deep import MIB, Deep, fit, weights
 
 
+@pytest.mark.slow
 def test_longer_rows_are_planned_for_when_they_come():
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB", recompute=False)
     fit(strategy, lengths=(32, 128, 64, 128))
