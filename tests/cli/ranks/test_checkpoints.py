@@ -62,7 +62,6 @@ def test_a_run_goes_on_in_one_process_and_in_one_file(here):
     assert torch.load(here / "run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
 
 
-@pytest.mark.slow
 def test_a_folder_is_consolidated_into_a_file_of_the_usual_form(here, capsys):
     assert main(["consolidate", "run/checkpoints/last.ckpt"]) == 0
     assert capsys.readouterr().out.startswith("run/checkpoints/last.consolidated.ckpt (")

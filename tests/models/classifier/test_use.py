@@ -74,7 +74,6 @@ def test_the_command_prints_records_and_tables_of_files_and_standard_input(
     assert list(rows[0]) == ["source", "label", "apples", "bears", "clouds"]
 
 
-@pytest.mark.slow
 def test_transformers_reads_the_exported_folder_and_says_the_same(model, folder, texts):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

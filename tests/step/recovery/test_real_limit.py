@@ -27,7 +27,6 @@ def report():
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_plain_lightning_dies_of_it(report):
     assert "can't allocate memory" in report["plain"]
 

@@ -206,7 +206,6 @@ def test_what_would_wait_in_the_middle_of_a_step_is_refused_by_name(refusals, na
         assert text in refused[name]
 
 
-@pytest.mark.slow
 def test_ranks_that_have_enough_run_whole_batches_as_planned(foreseen):
     for fits in foreseen:
         assert (fits["enough"]["recoveries"], fits["enough"]["largest"]) == (0, 16)

@@ -34,6 +34,7 @@ def test_compiled_blocks_train_as_one_process(hold, name):
         assert fits[name]["recoveries"] == (name == "failing")
 
 
+@pytest.mark.slow
 @both
 @each
 def test_the_gathering_of_parameters_breaks_no_graph(hold, name):
@@ -43,6 +44,7 @@ def test_the_gathering_of_parameters_breaks_no_graph(hold, name):
         assert not fits[name]["left"]
 
 
+@pytest.mark.slow
 @both
 def test_compiled_blocks_are_planned(hold):
     for fits in ranks(hold, "planned"):

@@ -44,7 +44,6 @@ def assert_trained_as_alone(fits):
     torch.testing.assert_close(fits["weights"], alone(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.slow
 @both
 def test_a_fit_predicts_the_peak_that_a_plan_predicts(hold):
     for fits in planned(hold):
