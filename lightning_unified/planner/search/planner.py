@@ -181,11 +181,12 @@ class Planner:
     ) -> Choice:
         """Return the choice with the largest loss chunk for which its best plan leaves room.
 
-        A search ends after a number of operations, and may not have looked at it.
+        A search ends after a number of operations, and may not have looked at it. Only on CUDA and HIP do fewer chunks save more than a
+        percent of a step.
         """
         best = choice.best
         larger = [] if best is None else with_larger_chunks(self.combination_of(best), combinations)
-        if best is None or not larger:
+        if best is None or not larger or self._traces.backend not in ("cuda", "rocm"):
             return choice
         split = next(split for split in self._traces.splits if len(split) == best.num_micro_batches)
         compared = (self.combination_of(best), *larger)
