@@ -107,9 +107,8 @@ def test_a_length_counts_as_a_longer_one_that_kernels_pad_by_one_entry():
     assert [aligned(length) for length in (1, 127, 128, 255, 256)] == [127, 127, 255, 255, 383]
 
 
-def test_a_fit_of_ragged_rows_traces_no_length_twice(monkeypatch, tmp_path):
-    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
-    batches = [tokens_of(length, 40) for length in (200, 150, 240, 60)]
+def ragged_fit(*lengths):
+    """Return the strategy of a fit whose batches have these longest rows."""
     strategy = UnifiedStrategy(simulate="h200", budget="12MiB", recompute=False, check_split=False)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -120,10 +119,30 @@ def test_a_fit_of_ragged_rows_traces_no_length_twice(monkeypatch, tmp_path):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Attends(), DataLoader(batches, batch_size=None))
-
-    events = [event.split(" in ")[0] for event in strategy.events]
+    trainer.fit(Attends(), DataLoader([tokens_of(length, 40) for length in lengths], batch_size=None))
     assert strategy.recoveries == 0
+    return strategy, [event.split(" in ")[0] for event in strategy.events]
+
+
+def test_a_fit_of_ragged_rows_traces_no_length_twice(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
+    strategy, events = ragged_fit(200, 150, 240, 60)
+
     assert events.count("planned") == 1
     assert events.count("another row length planned") == 2
     assert strategy.simulated.allocator.peak_reserved <= 12 * MIB
+
+
+def test_lengths_without_a_common_form_are_tried_once_for_the_same_options(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
+    tried = []
+
+    def learn(self, batch, *, length):
+        tried.append(length)
+        raise MisalignedError("a loop over chunks has as many turns as the rows need")
+
+    monkeypatch.setattr(RowLengths, "learn", learn)
+    _, events = ragged_fit(160, 200, 240)
+
+    assert tried == [200]
+    assert events.count("planned") == 3

@@ -10,6 +10,7 @@ import lightning as L
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate
+from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.errors import BudgetError, UndoError
 from lightning_unified.planner.first_batch.decide import (
     StepInputs,
@@ -77,6 +78,7 @@ class StepPlanning:
         self._combination: Combination | None = None
         self._begun = 0.0
         self._lengths: PlannedLengths | None = None
+        self._unlike: set[Combination] = set()  # memory options under which lengths have no common form
         self.prediction: Prediction | None = None
         self.reason = "no batch has run yet"
         self.alternatives: tuple[Candidate, ...] = ()
@@ -140,7 +142,7 @@ class StepPlanning:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
             self._policy.sizing.is_planned = True
         self._lengths = None
-        if plan.num_micro_batches > 1 and decision.planner.is_light:
+        if plan.num_micro_batches > 1 and decision.planner.is_light and plan.combination not in self._unlike:
             self._lengths = PlannedLengths(
                 decision.planner, plan.combination, policy=self._policy, module=self._trainer.lightning_module
             )
@@ -172,6 +174,8 @@ class StepPlanning:
             raise
         except Exception as error:  # in the module or the planner: each length then gets its own dry runs
             self._lengths = None
+            if isinstance(error, MisalignedError) and self._combination is not None:
+                self._unlike.add(self._combination)
             self._note(f"each row length is traced by itself: {error}")
             return False
         if found is None:
