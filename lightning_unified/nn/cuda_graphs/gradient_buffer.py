@@ -12,7 +12,7 @@ from lightning_unified.nn.autograd_limits import has_hooks
 from lightning_unified.nn.cross_entropy.added_gradient import received_by
 from lightning_unified.nn.cuda_graphs.addresses import users
 
-__all__ = ["GradientBuffer", "add_to_places", "differentiate", "leave_places"]
+__all__ = ["GradientBuffer", "add_to_places", "differentiate", "leave_places", "reduces"]
 
 _SMALL = 2**16  # judgement: elements; larger gradients are freed at once, smaller ones share the launches of their sums
 
@@ -60,7 +60,7 @@ class GradientBuffer:
         fits = _kinds(parameters) == _kinds(self.places)
         if fits:
             self.parameters = parameters
-        if _reduces() or (fits and self.is_held):
+        if reduces() or (fits and self.is_held):
             return self if fits else GradientBuffer(parameters)
         aside: dict[str, Tensor] = {}
         try:
@@ -146,7 +146,7 @@ class GradientBuffer:
         The result is None if anything but gradients shares the buffer, or if a hook must run: a parameter's hooks have to run
         whenever a gradient is added.
         """
-        if _reduces():
+        if reduces():
             return None
         found: set[str] = set()
         expected = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
@@ -174,7 +174,7 @@ def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
     return [(name, one.shape, one.dtype, one.device) for name, one in tensors.items()]
 
 
-def _reduces() -> bool:
+def reduces() -> bool:
     """Return whether processes may reduce gradients.
 
     Such reductions wait for autograd, and their buckets may hold the gradients.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_unified.nn.compiled import COMPILED_CALL, compiled_inside
 from lightning_unified.nn.cuda_graphs.calls import Call, call_of
 from lightning_unified.nn.cuda_graphs.contexts import are_eager, eager_calls, may_record
-from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, reduces
 from lightning_unified.nn.cuda_graphs.passes import UnrecordableError, free_workspaces, recording_stream, rehearse
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import Recording, Turn, record
@@ -120,10 +120,13 @@ class RecordedCalls:
             self._buffer = self._buffer.gather(self._trained)
 
     def gather_first(self) -> None:
-        """Gather the gradients of a new shape's first call, so that the second can be recorded."""
-        if self.has_new_shape:
-            self.has_new_shape = False
+        """Gather the gradients of a new shape's first call, so that the second can be recorded.
+
+        Gradients that processes reduce stay where they are.
+        """
+        if self.has_new_shape and not reduces():
             self.gather()
+        self.has_new_shape = False
 
     def release(self) -> None:
         """Free all recordings; they are made again at the next calls of their shapes."""

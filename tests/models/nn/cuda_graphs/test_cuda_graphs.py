@@ -117,6 +117,16 @@ def test_gradients_of_a_new_shape_are_gathered_once_after_their_backward_pass(ne
         assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
 
 
+def test_no_buffer_is_made_for_gradients_that_processes_reduce(net, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "reduces", lambda: True)
+    recorded = RecordedCalls(net)
+    step(net)
+    gather_gradients(nn.Sequential(net))
+
+    assert recorded.gradients == []
+    assert not recorded.has_new_shape
+
+
 def test_a_recording_is_no_write_to_gradients_in_the_buffer(net):
     recorded = RecordedCalls(net)
     step(net)
