@@ -44,10 +44,10 @@ class RecordedCalls:
     - without gradients, in eval mode, under torch's dispatch and function modes (as in a dry run), or inside another recording;
     - with arguments other than plain tensors on the network's device and plain constants;
     - with a new shape. The first such call is checked for operations that cannot be recorded; the log names them once. Operations
-      of compiled parts are checked before the recording, in two more runs with nothing kept. Recording begins at the next call of a
-      known shape if shapes are few and differ in their rows only, else after a few calls without a new shape. It covers all such shapes,
-      else those that came more than once, the largest first. A later new shape frees all recordings before it runs, so that its memory
-      does not add to theirs, and recording begins again;
+      of compiled parts are checked before the recording, in two more runs with nothing kept. If there are few
+      shapes, and only their numbers of rows differ, all of them are recorded at the next call of one. Otherwise recording begins after a
+      few calls without a new shape, and covers the shapes that came more than once. The largest is recorded first. A later new shape
+      frees all recordings before it runs, so that its memory does not add to theirs, and recording begins again;
     - inside `no_new_recordings`, with a shape that is not recorded and gradients outside of the buffer;
     - with more than `most` shapes in turn, or while an earlier replay still waits for its backward pass;
     - inside `eager_calls`.

@@ -18,8 +18,12 @@ _PORTION = 256 * 2**20  # judgement: bytes that are held twice before the old se
 def move_weights(module: nn.Module, device: torch.device) -> None:
     """Copy parameters and buffers on a CUDA device into new memory, and free the old.
 
-    Only those move that lie in segments with others, and whose memory no other tensor uses. Nothing moves if a CUDA graph exists: it holds
-    the addresses. If memory runs out, the rest stays. Neighbours move together, so that whole segments become free.
+    A tensor moves if it shares a segment with others and no other tensor uses its memory. Nothing moves if a CUDA graph exists, because it
+    holds the addresses. If memory runs out, the remaining tensors stay. Neighbours move together, so that whole segments become free.
+
+    Args:
+        module: The module. Its parameters stay the same objects, so that optimizers keep them.
+        device: The device; tensors elsewhere stay.
     """
     if graphs_exist():
         return
