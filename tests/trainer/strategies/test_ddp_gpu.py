@@ -29,16 +29,29 @@ def test_reductions_beside_the_backward_pass_equal_those_of_plain_ddp():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_rank_whose_budget_is_too_small_makes_both_go_on_in_parts(precision):
-    first, second = on_ranks(ddp_gpu_runs.one_rank_too_small, precision)
+def test_a_rank_that_runs_out_of_memory_makes_both_go_on_in_parts(precision):
+    first, second = on_ranks(ddp_gpu_runs.one_rank_too_small, precision, False)
 
+    same_weights_in_parts(first, second, precision)
+    assert first["small"]["recoveries"] >= 1
+    assert first["small"]["events"][0].startswith("rank 1 ran out of memory in")
+    assert second["small"]["events"][0].startswith("out of memory in")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_rank_whose_budget_is_too_small_makes_both_plan_parts(precision):
+    first, second = on_ranks(ddp_gpu_runs.one_rank_too_small, precision, True)
+
+    same_weights_in_parts(first, second, precision)
+    assert (first["small"]["recoveries"], second["small"]["recoveries"]) == (0, 0), second["small"]["events"]
+
+
+def same_weights_in_parts(first, second, precision):
+    """Fail unless both ranks ran equal parts, and trained what the whole batch trains within the precision."""
     assert torch.equal(first["small"]["weights"], second["small"]["weights"])
     assert first["small"]["sizes"] == second["small"]["sizes"]
     assert first["small"]["largest"] == second["small"]["largest"] < 64
     assert first["small"]["steps"] == 8
-    assert first["small"]["recoveries"] >= 1
-    assert first["small"]["events"][0].startswith("rank 1 ran out of memory in")
-    assert second["small"]["events"][0].startswith("out of memory in")
     moved = (first["enough"]["weights"] - first["start"]).norm()
     apart = (first["enough"]["weights"] - first["small"]["weights"]).norm()
     assert apart < {"32-true": 0.01, "bf16-mixed": 0.2, "16-mixed": 0.05}[precision] * moved
