@@ -237,15 +237,26 @@ def _splits_left(
     """
     fewest = len(splits[-1]) + 1
     for by, plan in fitting:
-        memory_options = all(getattr(option, name) == getattr(by, name) for name in _EQUAL_IN)
-        same = memory_options and by.loss_chunk == option.loss_chunk and by.again < option.again
+        is_slower = all(getattr(option, name) == getattr(by, name) for name in _EQUAL_IN) and _does_more(option, by)
         split = next(split for split in splits if len(split) == plan.num_micro_batches)
-        if same and (plan.num_micro_batches == 1 or (option.split is not None and _is_aligned(split, multiple))):
+        if is_slower and (plan.num_micro_batches == 1 or (option.split is not None and _is_aligned(split, multiple))):
             fewest = min(fewest, plan.num_micro_batches)
         if option.split is not None and option.traces is by.traces:
             gains = _is_aligned(option.split, multiple) and not _is_aligned(split, multiple)
             fewest = fewest if gains else min(fewest, plan.num_micro_batches)
     return [split for split in splits if len(split) < fewest and option.split in (None, split)]
+
+
+def _does_more(option: Option, by: Option) -> bool:
+    """Return whether an option recomputes more than another with the same loss.
+
+    If it is only searched while it can win, also return whether it has smaller loss chunks and recomputes the same.
+    """
+    if option.loss_chunk == by.loss_chunk:
+        return option.again > by.again
+    if option.split is None or option.recompute != by.recompute or option.loss_chunk is None or by.loss_chunk is None:
+        return False
+    return option.loss_chunk < by.loss_chunk
 
 
 def _refusal(short: list[Candidate], budget_bytes: int) -> str:

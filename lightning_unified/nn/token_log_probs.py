@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_unified.nn.autograd_limits import refuse_second_derivative
 from lightning_unified.nn.cross_entropy.added_gradient import add_gradient
 from lightning_unified.nn.cross_entropy.derived import without_saved_tensor_hooks
+from lightning_unified.nn.cross_entropy.row_parts import parts
 from lightning_unified.nn.linear_cross_entropy import chunk_rows_for
 
 __all__ = ["filter_logits", "token_log_probs", "token_log_probs_and_entropy"]
@@ -143,8 +144,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropies = hidden.new_empty(len(hidden) if how.with_entropy else 0, dtype=how.wide)
         with torch.autocast(hidden.device.type, enabled=False):
             operands = _operands(weight, bias, how.dtype)
-            for start in range(0, len(hidden), how.rows):
-                part = slice(start, start + how.rows)
+            for part in parts(len(hidden), how.rows):
                 logits = functional.linear(hidden[part].to(how.dtype), *operands)
                 if how.transform is not None:
                     logits = how.transform(logits)
@@ -166,8 +166,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=how.wide) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             operands = _operands(weight, bias, how.dtype)
-            for start in range(0, len(hidden), how.rows):
-                part = slice(start, start + how.rows)
+            for part in parts(len(hidden), how.rows):
                 x = hidden[part].to(how.dtype)
                 logits = functional.linear(x, *operands)
                 gradient = _gradient(logits, tokens[part], grad_outputs[0][part], how).to(how.dtype)

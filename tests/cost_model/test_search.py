@@ -312,6 +312,19 @@ def test_a_search_split_by_split_in_order_of_lower_bounds_finds_the_same_plan(op
         assert quick.best.seconds == pytest.approx(full.best.seconds, rel=1e-9)
 
 
+def test_a_smaller_loss_chunk_than_one_that_fits_is_tried_for_fewer_micro_batches_only():
+    fits, smaller, own = (
+        replace(recomputing(0, per_row=per_row), loss_chunk=chunk, split=split)
+        for per_row, chunk, split in ((100, 4096, (8, 8)), (50, 1024, (8, 8)), (100, None, (8, 8)))
+    )
+    find([fits, smaller, own], 1000 + 100 * 8, own=fits)
+    assert smaller.traces.asked == []
+    assert (8, 2) in own.traces.asked
+
+    find([fits, replace(smaller, split=(16,))], 1000 + 100 * 8, own=fits)
+    assert (16, 1) in smaller.traces.asked
+
+
 def test_what_comes_after_a_plan_that_is_faster_is_not_traced():
     quick, slow = (
         replace(recomputing(0), least_seconds=least, split=split)

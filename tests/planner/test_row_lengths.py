@@ -10,6 +10,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.cost_model.trace.trace import Work
+from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.row_lengths import RowLengths, aligned
@@ -146,3 +147,45 @@ def test_lengths_without_a_common_form_are_tried_once_for_the_same_options(monke
 
     assert tried == [200]
     assert events.count("planned") == 3
+
+
+class Predicts(L.LightningModule):
+    """A language model of one layer, whose loss runs in chunks."""
+
+    loss_chunk_rows = None
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(50, WIDTH), torch.nn.Linear(WIDTH, 50, bias=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch, batch_idx):
+        tokens = batch["tokens"]
+        hidden = torch.tanh(self.table(tokens[:, :-1]))
+        return linear_cross_entropy(
+            hidden, weight=self.head.weight, labels=tokens[:, 1:], chunk_rows=self.loss_chunk_rows
+        )
+
+
+def flops(trace):
+    return sum(one.flops for one in trace.events if isinstance(one, Work))
+
+
+@pytest.mark.parametrize("chunk", [64, 400, 1024])
+def test_a_loss_in_chunks_has_a_common_form_of_lengths(chunk):
+    module, combination = Predicts(), Combination(precision="32-true", loss_chunk=chunk)
+    traces = StepTraces(StepSpec(module=module, batch=tokens_of(300, 120), backend="cuda"))
+    traces.of(combination).exactly(4, num_micro_batches=4)
+    lengths = RowLengths(traces, combination)
+    lengths.learn(tokens_of(260, 50), length=260)
+
+    assert lengths.is_known
+    for length, rows in ((127, 16), (511, 6)):
+        found = lengths.sizes(length, rows=ROWS, row_bytes=0)._trace(rows, 2, rows)
+        step = StepSpec(module=module, batch=tokens_of(length, 70), backend="cuda", loss_chunk=chunk)
+        own = DryRun(step).run(rows, 2, rows)
+        logits = 4 * 50 * chunk  # bytes of a whole last chunk, beside as many of their gradient and of temporaries
+        assert peak(own).bytes <= peak(found).bytes <= peak(own).bytes + 4 * logits
+        assert flops(found) == pytest.approx(flops(own), rel=1e-3)

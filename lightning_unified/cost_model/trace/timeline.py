@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import Event, Give, Passes, Take, Trace, Work
 
 __all__ = ["MisalignedError", "Timeline", "align", "describe_slot", "timeline_of"]
 
@@ -66,9 +66,18 @@ class Timeline:
             elif slot.flops == first[at] and slot.moved == second[at]:
                 events.append(slot)
             else:
-                events.append(Work(slot.op, slot.phase, slot.place, first[at], second[at], slot.dtype))
+                events.append(_resized(slot, flops=first[at], moved=second[at]))
         events += [Give(storage) for storage, end in zip(order[given:], ends[given:], strict=True) if end < _NEVER]
         return tuple(events)
+
+
+def _resized(work: Work, *, flops: int, moved: int) -> Work:
+    """Return the operation at another size; where it stands for many, their number grows with the bytes moved."""
+    if not isinstance(work, Passes) or not work.moved:
+        return Work(work.op, work.phase, work.place, flops, moved, work.dtype)
+    more = moved / work.moved
+    launches, kernels = (max(round(more * count), 1) for count in (work.launches, work.kernels))
+    return replace(work, flops=flops, moved=moved, launches=launches, kernels=kernels)
 
 
 def timeline_of(trace: Trace) -> Timeline:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_unified.nn.cross_entropy.added_gradient import add_gradient
 from lightning_unified.nn.cross_entropy.kernels import Kernels
+from lightning_unified.nn.cross_entropy.row_parts import parts
 
 __all__ = ["Chunks", "losses_of_rows", "summed_loss"]
 
@@ -49,9 +50,8 @@ class Chunks:
         return torch.promote_types(self.dtype, torch.float32)
 
     def parts(self) -> Iterator[slice]:
-        """Yield the rows of each chunk."""
-        for start in range(0, len(self.labels), self.rows):
-            yield slice(start, start + self.rows)
+        """Return the rows of each chunk."""
+        return parts(len(self.labels), self.rows)
 
 
 def losses_of_rows(chunks: Chunks) -> Tensor:
@@ -137,20 +137,22 @@ class _LossesOfRows(torch.autograd.Function):
     @override
     def forward(ctx: Any, *args: Any) -> Tensor:
         chunks = _chunks_of(args)
-        losses, kept = chunks.hidden.new_empty(len(chunks.labels), dtype=chunks.wide), []
+        losses, kept = chunks.hidden.new_empty(len(chunks.labels), dtype=chunks.wide), None
         with torch.autocast(chunks.hidden.device.type, enabled=False):
             products = _Products(chunks)
             for part in chunks.parts():
                 losses[part], again = chunks.kernels.losses(products.logits(part), chunks.labels[part])
-                kept += [] if again is None else [again]
-        ctx.save_for_backward(*args[:4], *kept)
+                if again is not None:
+                    kept = again.new_empty(len(chunks.labels)) if kept is None else kept
+                    kept[part] = again
+        ctx.save_for_backward(*args[:4], kept)
         ctx.how = args[4:]
         return losses
 
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        hidden, weight, bias, labels, *kept = ctx.saved_tensors  # read once: torch's checkpoint allows no more
+        hidden, weight, bias, labels, kept = ctx.saved_tensors  # read once: torch's checkpoint allows no more
         chunks = _chunks_of((hidden, weight, bias, labels, *ctx.how))
         found = _computed_again(chunks, ctx.needs_input_grad[:3], kept, grad_outputs[0])
         return (*found, None, None, None, None)
@@ -192,7 +194,7 @@ class _SummedLoss(torch.autograd.Function):
         ctx.held = None
         if products is None:
             chunks = _chunks_of((*ctx.saved_tensors, *ctx.how))
-            found = _computed_again(chunks, ctx.needs_input_grad[:3], (), factor.expand(len(chunks.labels)))
+            found = _computed_again(chunks, ctx.needs_input_grad[:3], None, factor.expand(len(chunks.labels)))
         else:
             products.scale(factor)
             found = products.finished()
@@ -204,16 +206,16 @@ def _chunks_of(args: Sequence[Any]) -> Chunks:
     return Chunks(hidden=hidden, weight=weight, bias=bias, labels=labels, rows=rows, dtype=dtype, kernels=kernels)
 
 
-def _computed_again(chunks: Chunks, needed: Sequence[bool], kept: Sequence[Tensor], outer: Tensor) -> _Found:
+def _computed_again(chunks: Chunks, needed: Sequence[bool], kept: Tensor | None, outer: Tensor) -> _Found:
     """Return the gradients of the operands; `outer` (N) is the gradient of each row's loss.
 
-    `kept` holds the values that the kernels' `losses` returned for `gradient`, by chunk; empty if they are to be computed again.
+    `kept` (N) holds the values that the kernels' `losses` returned for `gradient`; None if they are to be computed again, or if there are none.
     """
     with torch.autocast(chunks.hidden.device.type, enabled=False):
         products = _Products(chunks, needed)
-        for index, part in enumerate(chunks.parts()):
+        for part in chunks.parts():
             logits, labels = products.logits(part), chunks.labels[part]
-            again = kept[index] if kept else chunks.kernels.losses(logits, labels)[1]
+            again = chunks.kernels.kept(logits, labels) if kept is None else kept[part]
             gradient = chunks.kernels.gradient(logits, labels, again, outer[part])
             products.add(part, gradient)
             del logits, gradient  # or they would live beside the next chunk's

@@ -28,6 +28,9 @@ class Derived:
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
         return self.loss(logits, labels), None
 
+    def kept(self, logits: Tensor, labels: Tensor) -> None:  # noqa: ARG002
+        return None
+
     def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:  # noqa: ARG002
         leaf = logits.detach().requires_grad_()
         with torch.enable_grad(), without_saved_tensor_hooks():

@@ -29,6 +29,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def kept(self, logits: Tensor, labels: Tensor) -> Tensor | None:
+        """Return the second value of `losses` alone."""
+        ...
+
     def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:
         """Return the gradient (N, V) of the losses weighted by `outer` (N).
 
@@ -59,6 +63,9 @@ class Eager:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return functional.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORED), None
 
+    def kept(self, logits: Tensor, labels: Tensor) -> None:  # noqa: ARG002
+        return None
+
     def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:  # noqa: ARG002
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return _softmax_minus_one_hot_(wide, labels).mul_(outer.unsqueeze(1)).to(logits.dtype)
@@ -80,6 +87,9 @@ class Fused:
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         return torch.ops.lightning_unified.losses_of_rows(logits, labels)
+
+    def kept(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.ops.lightning_unified.losses_of_rows(logits, labels)[1]
 
     def gradient(self, logits: Tensor, labels: Tensor, kept: Tensor | None, outer: Tensor) -> Tensor:
         torch.ops.lightning_unified.gradient_of_rows(logits, labels, kept, outer)

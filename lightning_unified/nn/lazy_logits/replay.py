@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_unified.nn.cross_entropy.added_gradient import add_gradient
 from lightning_unified.nn.cross_entropy.derived import Derived, without_saved_tensor_hooks
+from lightning_unified.nn.cross_entropy.row_parts import parts
 from lightning_unified.nn.lazy_logits.source import HeadCall, Step, trained_by
 from lightning_unified.nn.linear_cross_entropy import mean_of_scored
 
@@ -94,32 +95,33 @@ class _ReplayedLosses(torch.autograd.Function):
     @override
     def forward(ctx: Any, *args: Any) -> Tensor:
         job, labels, hidden, *trained = args
-        rows = job.call.rows
         ctx.job, ctx.names = job, [id(one) for one in trained]
         ctx.save_for_backward(labels, hidden, *trained)
-        parts = [job.losses(x, y, {}) for x, y in zip(hidden.split(rows), labels.split(rows), strict=True)]
-        return torch.cat(parts)
+        losses = None
+        for part in parts(len(labels), job.call.rows):
+            found = job.losses(hidden[part], labels[part], {})
+            losses = found.new_empty(len(labels)) if losses is None else losses
+            losses[part] = found
+        return job.losses(hidden, labels, {}) if losses is None else losses
 
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         job, (labels, hidden, *trained) = ctx.job, ctx.saved_tensors
-        rows = job.call.rows
         # other tensors of the same values, so that a user's hooks on the originals run once, on the whole gradient
         swaps = {name: one.detach().requires_grad_() for name, one in zip(ctx.names, trained, strict=True)}
         totals = {name: torch.zeros_like(one, dtype=_wide(one)) for name, one in swaps.items()}
         needs_hidden = ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        outers = grad_outputs[0].split(rows)
-        for index, (x, y, outer) in enumerate(zip(hidden.split(rows), labels.split(rows), outers, strict=True)):
-            leaf = x.detach().requires_grad_(needs_hidden)
+        for part in parts(len(labels), job.call.rows):
+            leaf = hidden[part].detach().requires_grad_(needs_hidden)
             with torch.enable_grad(), without_saved_tensor_hooks(), job.call.swapped(swaps):
-                losses = job.losses(leaf, y, swaps)
+                losses = job.losses(leaf, labels[part], swaps)
                 wanted = [*([leaf] if needs_hidden else []), *swaps.values()]
-                found = list(torch.autograd.grad(losses, wanted, outer, allow_unused=True))
+                found = list(torch.autograd.grad(losses, wanted, grad_outputs[0][part], allow_unused=True))
             if grad_hidden is not None:
                 gradient = found.pop(0)
-                grad_hidden[index * rows : index * rows + len(x)] = 0 if gradient is None else gradient
+                grad_hidden[part] = 0 if gradient is None else gradient
             for total, gradient in zip(totals.values(), found, strict=True):
                 if gradient is not None:
                     total.add_(gradient)

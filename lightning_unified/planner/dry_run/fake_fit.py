@@ -15,6 +15,7 @@ from lightning_unified.cost_model.backends import mimic
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.attention import ChunkedAttention
 from lightning_unified.nn.compiled import is_compiled
+from lightning_unified.nn.cross_entropy.row_parts import repeated_once
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.options.loss_chunk import chunk_of
@@ -223,12 +224,18 @@ class FakeFit:
         attention = ChunkedAttention(self._copy) if self._spec.attention else None
         noted = contextlib.nullcontext() if self._spec.sharding is None else sharding_followed(self._recorder)
         try:
-            with noted, self._places.followed(), self._recorder, mimic(self._spec.backend) as called:
+            with noted, self._places.followed(), self._repeated(), self._recorder, mimic(self._spec.backend) as called:
                 yield
             self.attends = "scaled_dot_product_attention" in called
         finally:
             if attention is not None:
                 attention.remove()
+
+    def _repeated(self) -> contextlib.AbstractContextManager[None]:
+        """Run one part of a loss in place of many; all of them for a CPU, whose heap gets other holes with each."""
+        if self._spec.backend == "cpu":
+            return contextlib.nullcontext()
+        return repeated_once(self._recorder.repeated, all_whole=self._spec.all_whole)
 
     def _new_strategy(self) -> DryRunStrategy:
         strategy = DryRunStrategy(

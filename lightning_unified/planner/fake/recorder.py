@@ -9,6 +9,7 @@ The recorder sees every operation with its arguments and results, real or fake. 
 Memory that a backend's kernel takes without a tensor (`hidden_bytes`) is added as storages too.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -87,6 +88,16 @@ class Recorder(TorchDispatchMode):
         self._facts: dict[Any, _Facts] = {}
         self._works: dict[Any, Work] = {}
         self._is_paused = False
+        self._times = 1.0
+
+    @contextmanager
+    def repeated(self, times: float) -> Iterator[None]:
+        """Count the operations inside the block `times` times; their allocations count once."""
+        before, self._times = self._times, times * self._times
+        try:
+            yield
+        finally:
+            self._times = before
 
     @contextmanager
     def paused(self, *, paused: bool) -> Iterator[None]:
@@ -244,10 +255,17 @@ class Recorder(TorchDispatchMode):
 
     def _one_of_equals(self, *key: Any) -> Work:
         """Return the operation with these attributes; equal operations are one object."""
-        work = self._works.get(key)
+        times = self._times
+        work = self._works.get((*key, times))
         if work is None:
-            work = self._works[key] = Work(*key)
+            work = self._works[*key, times] = Work(*key) if times == 1 else _repeated(*key, times=times)
         return work
+
+
+def _repeated(op: str, phase: Phase, place: str, flops: int, moved: int, dtype: str, *, times: float) -> Passes:
+    """Return many equal operations as one; the last may be smaller."""
+    count = math.ceil(times)
+    return Passes(op, phase, place, round(flops * times), round(moved * times), dtype, launches=count, kernels=count)
 
 
 def _itemsize(dtype: torch.dtype) -> int:

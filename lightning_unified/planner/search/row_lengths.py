@@ -8,6 +8,7 @@ Kernels pad rows to multiples of 16 to 128 entries. So dry runs have lengths wit
 the next longer one. The remainder is that of the planned batch where its dry runs can serve as the first of the three lengths.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
@@ -39,7 +40,7 @@ class RowLengths:
 
     def __init__(self, traces: StepTraces, combination: Combination) -> None:
         self._traces, self._combination = traces, combination
-        self._dry_run = traces.dry_run(combination)
+        self._dry_run = traces.dry_run(combination, all_whole=True)
         self._lines: Interpolation | None = None
         self._remainder = _ALIGNED - 1
 
@@ -63,15 +64,17 @@ class RowLengths:
         own = self._traces.of(self._combination).even_traces(num_micro_batches=2)
         if not own or own[-1].length is None:
             raise MisalignedError("no micro-batches of one size were traced, or their rows have no length")
-        known = {(trace.rows, trace.length): trace for trace in own}
-        small, *_, large = sorted(trace.rows for trace in own) if len(own) > 1 else (0, 0)
+        known = {} if self._combination.loss_chunk else {(trace.rows, trace.length): trace for trace in own}
+        small, *_, large = sorted(rows for rows, _ in known) if len(known) > 1 else (0, 0)
+        longest = max(own[-1].length, length)
         if small < large and _can_be_first(own[-1].length, length):
             self._remainder = own[-1].length % _ALIGNED
         else:
-            small, large = (count * self.unit for count in _ROWS)
-        first, *others = _lengths(max(own[-1].length, length), self._remainder)
+            small = self._least_rows(longest)
+            large = small + (_ROWS[1] - _ROWS[0]) * self.unit
+        first, *others = _lengths(longest, self._remainder)
         sizes = [(small, first), (large, first), *((self._as_many(large, first, length=one), one) for one in others)]
-        lines = Interpolation([known.get(size) or self._traced(*size) for size in sizes])
+        lines = self._lines_through(sizes, known)
         rows = self._as_many(large, first, length=length)
         trace = self._dry_run(rows, 2, rows, batch=batch, length=self.aligned(length))
         if trace.confidence == "low":
@@ -103,6 +106,30 @@ class RowLengths:
         found = TracedSizes(trace_step, rows=rows, unit=self.unit, row_bytes=row_bytes, workspaces=counted.workspaces)
         found.distrust_lines()
         return found
+
+    def _least_rows(self, length: int) -> int:
+        """Return the fewest rows of a trace.
+
+        They have more tokens than a chunk of the loss, because a second chunk runs other operations than the first.
+        """
+        chunk = self._combination.loss_chunk or 0
+        rows = chunk // max(length - 1, 1) + 1  # a row's last token has no label
+        return max(-(-rows // self.unit), _ROWS[0]) * self.unit
+
+    def _lines_through(
+        self, sizes: list[tuple[int, int]], known: Mapping[tuple[int, int | None], Trace]
+    ) -> Interpolation:
+        """Return the lines through rows and lengths.
+
+        Traces of the plan serve where they can. Those of a module's own chunked loss may end with a shorter chunk, and fit no line.
+        """
+        traced = {size: self._traced(*size) for size in sizes if size not in known}
+        try:
+            return Interpolation([traced[size] if size in traced else known[size] for size in sizes])
+        except MisalignedError:
+            if len(traced) == len(sizes):
+                raise
+            return Interpolation([traced[size] if size in traced else self._traced(*size) for size in sizes])
 
     def _traced(self, rows: int, length: int) -> Trace:
         return self._dry_run(rows, 2, rows, length=length)

@@ -189,10 +189,14 @@ class StepTraces:
             self._step.module, own, lambda: self.of(own).at(fewest[0], num_micro_batches=len(fewest)), sizes=fewest
         )
 
-    def dry_run(self, combination: Combination) -> Callable[..., Trace]:
-        """Return a function that traces the step, with the arguments of `DryRuns.step`."""
+    def dry_run(self, combination: Combination, *, all_whole: bool = False) -> Callable[..., Trace]:
+        """Return a function that traces the step, with the arguments of `DryRuns.step`.
+
+        `all_whole` is as in `StepSpec`.
+        """
         step = replace(
             self._step,
+            all_whole=all_whole,
             precision=combination.precision,
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
 from lightning_unified.cost_model.trace.timeline import timeline_of
-from lightning_unified.cost_model.trace.trace import Give, Read, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import Give, Passes, Read, Take, Trace, Work
 
 NAMES = ("weights", "activations", "temporaries")
 
@@ -183,3 +183,12 @@ def test_what_was_made_up_in_any_trace_is_in_the_computed_one(made):
     steps = Interpolation([made(rows=2), replace(made(rows=4), reads=(read,), notes=("seen",))])
     assert steps.at(9).confidence == "low"
     assert steps.at(9).notes == ("seen", "interpolated from the step traced at 2 rows of 16, 4 rows of 16")
+
+
+def test_an_operation_that_stands_for_many_stands_for_more_at_larger_sizes():
+    def step(rows):
+        return trace_of([Passes("mm", "forward", "", 6 * rows, 40 * rows, launches=3 * rows, kernels=rows)], rows=rows)
+
+    steps = Interpolation([step(2), step(4)])
+
+    assert [steps.at(rows).events for rows in (2, 4, 10)] == [step(rows).events for rows in (2, 4, 10)]

@@ -1,0 +1,61 @@
+"""Rows of a loss, part by part."""
+
+import contextlib
+
+import pytest
+
+from lightning_unified.nn.cross_entropy.row_parts import parts, repeated_once
+
+
+def counted(count, rows, *, all_whole):
+    """Return each part's rows, and how often it counts."""
+    times = [1.0]
+
+    @contextlib.contextmanager
+    def repeat(number):
+        times.append(number)
+        yield
+        times.pop()
+
+    with repeated_once(repeat, all_whole=all_whole):
+        return [(len(range(count)[part]), times[-1]) for part in parts(count, rows)]
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 4), (100, 4)])
+def test_the_parts_of_a_run_are_all_rows_once(count, rows):
+    assert [row for part in parts(count, rows) for row in range(count)[part]] == list(range(count))
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 7, 8, 9, 12, 101])
+@pytest.mark.parametrize("all_whole", [False, True])
+def test_parts_that_stand_for_others_count_as_all_rows(count, all_whole):
+    found = counted(count, 4, all_whole=all_whole)
+
+    assert sum(rows * times for rows, times in found) == pytest.approx(count)
+    assert len(found) <= 3
+
+
+def test_whole_parts_are_as_many_for_all_larger_numbers_of_rows():
+    assert {tuple(rows for rows, _ in counted(count, 4, all_whole=True)) for count in range(5, 40)} == {(4, 4)}
+
+
+def test_an_error_in_a_part_ends_the_repetition():
+    begun = []
+
+    @contextlib.contextmanager
+    def repeat(number):
+        begun.append(number)
+        try:
+            yield
+        finally:
+            begun.clear()
+
+    def fail_at_the_second():
+        for part in parts(12, 4):
+            1 / (4 - part.start)
+
+    with repeated_once(repeat, all_whole=False), pytest.raises(ZeroDivisionError):
+        fail_at_the_second()
+
+    assert not begun
+    assert len(list(parts(12, 4))) == 3
