@@ -312,7 +312,7 @@ def test_a_search_split_by_split_in_order_of_lower_bounds_finds_the_same_plan(op
         assert quick.best.seconds == pytest.approx(full.best.seconds, rel=1e-9)
 
 
-def test_a_smaller_loss_chunk_than_one_that_fits_is_tried_for_fewer_micro_batches_only():
+def test_a_smaller_loss_chunk_is_only_tried_for_fewer_micro_batches():
     fits, smaller, own = (
         replace(recomputing(0, per_row=per_row), loss_chunk=chunk, split=split)
         for per_row, chunk, split in ((100, 4096, (8, 8)), (50, 1024, (8, 8)), (100, None, (8, 8)))
