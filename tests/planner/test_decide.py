@@ -10,7 +10,7 @@ from lightning_unified.cost_model.trace.trace import Confidence
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.first_batch.decide import StepInputs, StepPlan, decide, needs_search, trusted
-from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.combinations import Combination, combinations_to_compare, with_larger_chunks
 from lightning_unified.units import format_bytes
 
 MIB = 1 << 20
@@ -164,3 +164,14 @@ def test_a_prediction_of_low_confidence_is_not_acted_on():
         trusted(prediction(confidence="low"))
 
     assert trusted(prediction(confidence="medium")).confidence == "medium"
+
+
+def test_a_plan_with_a_larger_loss_chunk_than_those_compared_keeps_its_other_options():
+    policies = [RecomputePolicy(blocks=blocks, of=4) for blocks in (0, 1, 2, 3, "all")]
+    compared = combinations_to_compare("32-true", policies=policies, chunks=(None, 4096, 1024, 128))
+    larger = [other for one in compared for other in with_larger_chunks(one, compared)]
+
+    assert set(larger) - set(compared)
+    for one in larger:
+        choice = found(candidate(one))
+        assert decide(inputs(combinations=tuple(compared), fits=False, choice=choice)).combination == one

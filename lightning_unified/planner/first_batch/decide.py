@@ -3,7 +3,8 @@
 `gather.py` reads the inputs from the run; `planning.py` applies the plan to it. Nothing here touches a module, a device or a policy.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Candidate, Choice, what_would_fit
@@ -113,7 +114,7 @@ def decide(inputs: StepInputs) -> StepPlan:
         )
     best = choice.best or _smallest(choice, inputs)
     return StepPlan(
-        combination=next(combination for combination in inputs.combinations if is_under(combination, best)),
+        combination=_combination_of(best, inputs.combinations),
         micro_batch_size=best.micro_batch_size,
         num_micro_batches=best.num_micro_batches,
         refused=_refused(inputs, best.micro_batch_size, best.num_micro_batches),
@@ -126,6 +127,12 @@ def decide(inputs: StepInputs) -> StepPlan:
 def more_rows(rows: int, num_micro_batches: int) -> int:
     """Return the size of a micro-batch if `rows` are split into one micro-batch fewer."""
     return -(-rows // (num_micro_batches - 1))
+
+
+def _combination_of(candidate: Candidate, compared: Sequence[Combination]) -> Combination:
+    """Return the combination of a candidate, which may have a larger loss chunk than those that were to be compared."""
+    with_its_chunk = (replace(one, loss_chunk=candidate.loss_chunk) for one in compared)
+    return next(one for one in with_its_chunk if is_under(one, candidate))
 
 
 def _refused(inputs: StepInputs, micro_batch_size: int, num_micro_batches: int) -> int | None:
