@@ -1,15 +1,22 @@
 """Which sizes of a step are traced, and with how many rows in the second part."""
 
 from functools import partial
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 from lightning_unified.options import MemoryOptions
+from lightning_unified.planner.first_batch.decide import StepPlan
+from lightning_unified.planner.first_batch.planning import StepPlanning
+from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.traced_sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.split import BatchShape
 from tests.support.zoo.dry_run import Perceptron, trace_step
 
 
@@ -68,3 +75,22 @@ def test_what_a_check_of_the_split_took_of_a_gpu_is_given_back_once():
         policy.splits.record(verdict)
 
     assert watch.released == 1
+
+
+@pytest.mark.parametrize(("later", "proven"), [("32-true", True), ("bf16-mixed", False)])
+def test_sizes_that_ran_under_other_memory_options_are_not_proven(later, proven):
+    policy = MemoryPolicy(MemoryOptions(), SimpleNamespace(device=torch.device("cpu"), machine=None))
+    planning = StepPlanning(SimpleNamespace(), policy, SimpleNamespace(), precision="32-true")
+    short, prediction = (
+        BatchShape(rows=16, elements=4700),
+        Prediction(peak_bytes=1, reserved_bytes=1, categories={}, confidence="high", seconds=1.0, instant="", rows=16),
+    )
+    for precision in ("32-true", later):
+        combination = Combination(precision=precision)
+        plan = StepPlan(combination=combination, micro_batch_size=16, num_micro_batches=1, refused=None, reason="")
+        planner = SimpleNamespace(kind=str)
+        planning.apply(SimpleNamespace(plan=plan, prediction=prediction, planner=planner), None)
+        if precision == "32-true":
+            policy.sizes.worked(short)
+
+    assert policy.sizes.is_proven(short) is proven

@@ -132,6 +132,8 @@ class StepPlanning:
         plan, prediction = decision.plan, decision.prediction
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
         set_memory_options(self._policy, plan.combination, why="as planned")
+        if self._combination not in (None, plan.combination):
+            self._policy.sizes.evidence.forget_proven()
         self.prediction, self.reason = prediction, plan.reason
         self._combination, self.kind = plan.combination, decision.planner.kind(plan.combination)
         if plan.candidate is not None:

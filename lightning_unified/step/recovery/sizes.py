@@ -119,10 +119,14 @@ class SizeEvidence:
         """Forget the sizes that failed, because a step now needs less memory."""
         self._failures, self._calm, self._patience = [], 0, _PATIENCE
 
+    def forget_proven(self) -> None:
+        """Forget the sizes that ran, because a step now may need more memory."""
+        self._proven = []
+
     def forget(self) -> None:
         """Forget all evidence, because batches are of another kind from here on."""
         self.start_over()
-        self._proven = []
+        self.forget_proven()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the evidence as plain values."""
