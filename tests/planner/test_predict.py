@@ -170,6 +170,20 @@ def test_segments_expand_where_the_whole_batch_does_not_fit(module, whole, tight
     assert tight.prediction.peak_bytes <= short.prediction.reserved_bytes <= whole.reserved_bytes - MIB
 
 
+@pytest.mark.parametrize(("strategy", "expanded"), [("unified_ddp", [1]), ("unified_fsdp", [])])
+def test_segments_of_replicas_expand_and_those_of_shards_stay(module, monkeypatch, strategy, expanded):
+    monkeypatch.setattr(planner, "_LEAST_TO_EXPAND", 0)
+    noted, expand = [], planner.Planner.expand_segments
+    monkeypatch.setattr(planner.Planner, "expand_segments", lambda self: (noted.append(1), expand(self))[1])
+    given = {"device": "cuda", "rates": RATES, "devices": 2, "strategy": strategy}
+    whole = lightning_unified.plan(module, BATCH, budget="1TiB", **given).prediction
+    assert noted == []
+
+    short = lightning_unified.plan(module, BATCH, budget=whole.reserved_bytes - MIB, **given)
+    assert noted == expanded
+    assert short.prediction.reserved_bytes <= whole.reserved_bytes - MIB
+
+
 def test_a_step_that_never_fits_is_refused_with_sizes_that_would(module):
     plan = lightning_unified.plan(module, BATCH, budget="2MiB", device="cuda", rates=RATES)
 

@@ -63,11 +63,11 @@ class StepBudget:
         return whole - self.beside
 
     def expand_segments(self) -> bool:
-        """Let the device's segments expand, if this process trains alone; return whether that has changed anything.
+        """Let the device's segments expand; return whether that has changed anything.
 
         `left` may change then. Weights move into expandable segments.
         """
-        expands = self._trainer.world_size == 1 and self._policy.watch.expand_segments()
+        expands = self._policy.watch.expand_segments()
         if expands:
             move_weights(self._trainer.lightning_module, self._trainer.strategy.root_device)
         return expands

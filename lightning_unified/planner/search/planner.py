@@ -111,9 +111,10 @@ class Planner:
     def may_expand(self, *, limit: int) -> bool:
         """Return whether a run lets segments expand if its batch does not fit.
 
-        It does on one CUDA device, within `limit` bytes that are large enough.
+        It does on a CUDA device that holds the whole module, within `limit` bytes that are large enough.
         """
-        return self._traces.backend == "cuda" and self._link is None and limit >= _LEAST_TO_EXPAND
+        is_whole = self._link is None or self._traces.counted.reducing_ranks > 1
+        return self._traces.backend == "cuda" and is_whole and limit >= _LEAST_TO_EXPAND
 
     def expand_segments(self) -> None:
         """Predict from now on for a CUDA allocator whose segments expand, because the batch does not fit otherwise.

@@ -115,13 +115,14 @@ def same_as_ddp() -> dict[str, Any]:
 def one_rank_too_small(precision: str, predict: bool) -> dict[str, Any]:
     """Return a run in which both budgets suffice, and one in which the second is too small.
 
-    Too small means that the second rank's budget does not hold its batch. With `predict`, the ranks plan parts before the first step; without
+    Too small means that the second rank's budget does not hold its batch, and 1,200 MiB let its segments expand. With `predict`, the ranks plan parts before the first step; without
     it, the second rank runs out of memory.
     """
     options = {"max_steps": 8, "max_epochs": -1, "precision": precision, **CUDA}
     enough = fit(Wide(), UnifiedDDPStrategy(budget="60%"), **options)
     torch.cuda.empty_cache()
-    strategy = UnifiedDDPStrategy(budget=600 * MIB if rank() else "60%", predict=predict)
+    short = (1200 if precision == "32-true" else 600) * MIB
+    strategy = UnifiedDDPStrategy(budget=short if rank() else "60%", predict=predict)
     small = fit(Wide(), strategy, **options)
     start = torch.cat([parameter.detach().flatten().cpu() for parameter in Wide().parameters()])
     return {"start": start, "enough": enough, "small": small}
