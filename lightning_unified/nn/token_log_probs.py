@@ -144,7 +144,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropies = hidden.new_empty(len(hidden) if how.with_entropy else 0, dtype=how.wide)
         with torch.autocast(hidden.device.type, enabled=False):
             operands = _operands(weight, bias, how.dtype)
-            for part in parts(len(hidden), how.rows):
+            for part in parts(hidden, how.rows):
                 logits = functional.linear(hidden[part].to(how.dtype), *operands)
                 if how.transform is not None:
                     logits = how.transform(logits)
@@ -166,7 +166,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=how.wide) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             operands = _operands(weight, bias, how.dtype)
-            for part in parts(len(hidden), how.rows):
+            for part in parts(hidden, how.rows):
                 x = hidden[part].to(how.dtype)
                 logits = functional.linear(x, *operands)
                 gradient = _gradient(logits, tokens[part], grad_outputs[0][part], how).to(how.dtype)

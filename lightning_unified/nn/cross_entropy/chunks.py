@@ -51,7 +51,7 @@ class Chunks:
 
     def parts(self) -> Iterator[slice]:
         """Return the rows of each chunk."""
-        return parts(len(self.labels), self.rows)
+        return parts(self.labels, self.rows)
 
 
 def losses_of_rows(chunks: Chunks) -> Tensor:

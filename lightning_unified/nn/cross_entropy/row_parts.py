@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
 __all__ = ["parts", "repeated_once"]
 
 _Times = Callable[[float], AbstractContextManager[None]]
@@ -22,14 +25,15 @@ class _Repetition:
 _open: list[_Repetition] = []  # not a context variable: on a GPU, backward passes run in autograd's threads
 
 
-def parts(count: int, rows: int) -> Iterator[slice]:
+def parts(divided: Tensor, rows: int) -> Iterator[slice]:
     """Yield the rows of each part.
 
     Args:
-        count: All rows.
+        divided: A tensor that is divided along its first dimension. Only parts of fake tensors stand for others.
         rows: Rows of a part.
     """
-    repetition = _open[-1] if _open else None
+    count = len(divided)
+    repetition = _open[-1] if _open and isinstance(divided, FakeTensor) else None
     if repetition is None or count <= rows:
         yield from (slice(start, start + rows) for start in range(0, count, rows))
     elif repetition.all_whole:

@@ -98,7 +98,7 @@ class _ReplayedLosses(torch.autograd.Function):
         ctx.job, ctx.names = job, [id(one) for one in trained]
         ctx.save_for_backward(labels, hidden, *trained)
         losses = None
-        for part in parts(len(labels), job.call.rows):
+        for part in parts(labels, job.call.rows):
             found = job.losses(hidden[part], labels[part], {})
             losses = found.new_empty(len(labels)) if losses is None else losses
             losses[part] = found
@@ -113,7 +113,7 @@ class _ReplayedLosses(torch.autograd.Function):
         totals = {name: torch.zeros_like(one, dtype=_wide(one)) for name, one in swaps.items()}
         needs_hidden = ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        for part in parts(len(labels), job.call.rows):
+        for part in parts(labels, job.call.rows):
             leaf = hidden[part].detach().requires_grad_(needs_hidden)
             with torch.enable_grad(), without_saved_tensor_hooks(), job.call.swapped(swaps):
                 losses = job.losses(leaf, labels[part], swaps)

@@ -3,6 +3,8 @@
 import contextlib
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_unified.nn.cross_entropy.row_parts import parts, repeated_once
 
@@ -17,13 +19,18 @@ def counted(count, rows, *, all_whole):
         yield
         times.pop()
 
-    with repeated_once(repeat, all_whole=all_whole):
-        return [(len(range(count)[part]), times[-1]) for part in parts(count, rows)]
+    with repeated_once(repeat, all_whole=all_whole), FakeTensorMode():
+        return [(len(range(count)[part]), times[-1]) for part in parts(torch.empty(count), rows)]
 
 
 @pytest.mark.parametrize(("count", "rows"), [(0, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 4), (100, 4)])
 def test_the_parts_of_a_run_are_all_rows_once(count, rows):
-    assert [row for part in parts(count, rows) for row in range(count)[part]] == list(range(count))
+    assert [row for part in parts(torch.empty(count), rows) for row in range(count)[part]] == list(range(count))
+
+
+def test_parts_with_values_stand_for_no_others():
+    with repeated_once(lambda _: contextlib.nullcontext(), all_whole=False):
+        assert len(list(parts(torch.empty(12), 4))) == 3
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 7, 8, 9, 12, 101])
@@ -50,12 +57,15 @@ def test_an_error_in_a_part_ends_the_repetition():
         finally:
             begun.clear()
 
+    with FakeTensorMode():
+        rows = torch.empty(12)
+
     def fail_at_the_second():
-        for part in parts(12, 4):
+        for part in parts(rows, 4):
             1 / (4 - part.start)
 
     with repeated_once(repeat, all_whole=False), pytest.raises(ZeroDivisionError):
         fail_at_the_second()
 
     assert not begun
-    assert len(list(parts(12, 4))) == 3
+    assert len(list(parts(rows, 4))) == 3
