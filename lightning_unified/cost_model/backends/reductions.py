@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_unified.cost_model.backends.device import multiprocessors
-from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import Event, Give, Passes, Take, Trace, Work
 
 __all__ = ["sum_bytes", "with_sums"]
 
@@ -53,8 +53,10 @@ def _with_buffers(events: tuple[Event, ...]) -> Iterator[Event]:
 def _buffer(work: Work) -> int:
     """Return the bytes of a sum's buffer, 0 for another operation.
 
-    A sum counts one flop an entry, and moves its entries and results.
+    A sum counts one flop an entry, and moves its entries and results. If the operation stands for many, the buffer is that of one of them.
     """
+    if isinstance(work, Passes) and work.kernels:
+        work = Work(work.op, work.phase, work.place, work.flops // work.kernels, work.moved // work.kernels, work.dtype)
     result = _ENTRY_BYTES.get(work.dtype)
     if result is None or not work.flops or work.op not in _SUMS:
         return 0

@@ -201,7 +201,8 @@ def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, floa
             host, device = costs.of(work)
             sums[0] += host
             sums[1] += device
-            sums[2] += rates.kernel if work.flops or work.moved else 0.0
+            kernels = work.kernels if isinstance(work, Passes) else 1
+            sums[2] += kernels * rates.kernel if work.flops or work.moved else 0.0
         kept = trace.kept["repeated"] = rates, [(work, sums[0], sums[1], sums[2]) for work, sums in found.values()]
     return kept[1]
 

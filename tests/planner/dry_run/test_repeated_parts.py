@@ -6,25 +6,26 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_unified.cost_model.backends.reductions import with_sums
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import allocator_peak
-from lightning_unified.cost_model.trace.trace import Passes, Work
+from lightning_unified.cost_model.trace.trace import Give, Passes, Take, Work
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.nn.token_log_probs import token_log_probs
 from lightning_unified.planner.dry_run import DryRun, StepSpec, fake_fit
 from tests.support.lanes import first_cells
 
 
-def cross_entropy(hidden, weight, labels, chunk):
-    return linear_cross_entropy(hidden, weight=weight, labels=labels, chunk_rows=chunk)
+def cross_entropy(hidden, head, labels, chunk):
+    return linear_cross_entropy(hidden, weight=head.weight, bias=head.bias, labels=labels, chunk_rows=chunk)
 
 
-def summed_log_probs(hidden, weight, labels, chunk):
-    return -token_log_probs(hidden, weight, labels, chunk=chunk).sum()
+def summed_log_probs(hidden, head, labels, chunk):
+    return -token_log_probs(hidden, head.weight, labels, bias=head.bias, chunk=chunk).sum()
 
 
-def transformed(hidden, weight, labels, chunk):
-    return linear_cross_entropy(hidden, weight=weight, labels=labels, chunk_rows=chunk, transform=torch.tanh)
+def transformed(hidden, head, labels, chunk):
+    return linear_cross_entropy(hidden, weight=head.weight, labels=labels, chunk_rows=chunk, transform=torch.tanh)
 
 
 class Scores(L.LightningModule):
@@ -32,14 +33,14 @@ class Scores(L.LightningModule):
 
     def __init__(self, loss, chunk):
         super().__init__()
-        self.below, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1000, bias=False)
+        self.below, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1000)
         self._loss, self._chunk = loss, chunk
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
     def training_step(self, batch, batch_idx):
-        return self._loss(self.below(batch["x"]), self.head.weight, batch["label"], self._chunk)
+        return self._loss(self.below(batch["x"]), self.head, batch["label"], self._chunk)
 
 
 def traced(loss, chunk, *, backend, rows, **spec):
@@ -54,6 +55,12 @@ def sums(trace):
     works = [one for one in trace.events if isinstance(one, Work)]
     kernels = sum(one.kernels if isinstance(one, Passes) else 1 for one in works)
     return sum(one.flops for one in works), sum(one.moved for one in works), kernels
+
+
+def buffers(trace):
+    """Return the bytes of storages that live within one kernel."""
+    pairs = zip(trace.events, trace.events[1:], strict=False)
+    return {one.bytes for one, then in pairs if isinstance(one, Take) and then == Give(one.storage)}
 
 
 @pytest.fixture
@@ -73,6 +80,9 @@ def test_one_part_counts_as_all_that_run_the_same_operations(loss, backend, rows
     assert peak(few).bytes == peak(all_of_them).bytes
     assert allocator_peak(few).reserved == allocator_peak(all_of_them).reserved
     assert sums(few) == sums(all_of_them)
+    few, all_of_them = with_sums(few), with_sums(all_of_them)
+    assert allocator_peak(few).reserved == allocator_peak(all_of_them).reserved
+    assert buffers(few) == buffers(all_of_them)
 
 
 def test_the_number_of_parts_does_not_change_the_events():
