@@ -166,7 +166,7 @@ def test_a_prediction_of_low_confidence_is_not_acted_on():
     assert trusted(prediction(confidence="medium")).confidence == "medium"
 
 
-def test_a_plan_with_a_larger_loss_chunk_than_those_compared_keeps_its_other_options():
+def test_a_plan_with_a_larger_loss_chunk_keeps_its_other_options():
     policies = [RecomputePolicy(blocks=blocks, of=4) for blocks in (0, 1, 2, 3, "all")]
     compared = combinations_to_compare("32-true", policies=policies, chunks=(None, 4096, 1024, 128))
     larger = [other for one in compared for other in with_larger_chunks(one, compared)]

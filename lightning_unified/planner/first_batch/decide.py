@@ -130,7 +130,10 @@ def more_rows(rows: int, num_micro_batches: int) -> int:
 
 
 def _combination_of(candidate: Candidate, compared: Sequence[Combination]) -> Combination:
-    """Return the combination of a candidate, which may have a larger loss chunk than those that were to be compared."""
+    """Return the combination of a candidate.
+
+    A search also looks at larger loss chunks than those that it was to compare.
+    """
     with_its_chunk = (replace(one, loss_chunk=candidate.loss_chunk) for one in compared)
     return next(one for one in with_its_chunk if is_under(one, candidate))
 
