@@ -149,6 +149,7 @@ class StepTraces:
                 least=None if bounds is None else bounds.bytes(combination),
                 holds_batch=self._batch.has_encoders,
                 with_sampling=self._sampling(combination.precision),
+                trace_whole=self.dry_run(combination, all_whole=True),
             )
         return self._sizes[combination]
 

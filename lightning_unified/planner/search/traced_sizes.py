@@ -17,7 +17,7 @@ from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.rates.links import reduced_bytes
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
-from lightning_unified.cost_model.trace.trace import Collective, Event, Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import Collective, Event, Passes, Take, Trace, Work
 
 __all__ = ["TracedSizes", "adjusted"]
 
@@ -49,6 +49,8 @@ class TracedSizes:
         least: Returns a lower bound of the bytes for a number of rows, known from another combination of memory options.
         holds_batch: Whether a trace of several micro-batches holds the whole batch, as for a module with encoders.
         with_sampling: Adds the sampling before the step to a trace; None without.
+        trace_whole: As `trace_step`, but a shorter last chunk of the loss counts as a whole one, whose bytes lie on lines; None where no loss has
+            chunks.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class TracedSizes:
         least: Callable[[int], int] | None = None,
         holds_batch: bool = False,
         with_sampling: Callable[[Trace], Trace] | None = None,
+        trace_whole: Callable[[int, int, int], Trace] | None = None,
     ) -> None:
+        self._trace_whole = trace_whole
         self._trace, self._least, self._holds_batch, self._with_sampling = trace_step, least, holds_batch, with_sampling
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
         self._second = {split[0]: split[1] for split in even_splits(rows, unit=unit) if len(split) > 1}
@@ -167,6 +171,8 @@ class TracedSizes:
                 sizes = [count * self._unit for count in _FIT]
                 with suppress(MisalignedError):
                     traces = [self._traced(size, num_micro_batches, size) for size in sizes]
+                    if self._trace_whole is not None and any(map(_has_parts, traces)):
+                        traces = [self._trace_whole(size, num_micro_batches, size) for size in sizes]
                     self._lines[num_micro_batches] = Interpolation(traces)
         return self._lines[num_micro_batches]
 
@@ -207,6 +213,11 @@ class TracedSizes:
         taken = {event.storage for event in trace.events if isinstance(event, Take)}
         waiting = Take(storage=max(taken, default=0) + 1, bytes=missing, category="batch")
         return replace(trace, events=(Work(op="batch", phase="setup"), waiting, *trace.events))
+
+
+def _has_parts(trace: Trace) -> bool:
+    """Return whether one chunk of a loss stands for several."""
+    return any(isinstance(event, Passes) and event.kernels > 1 for event in trace.events)
 
 
 def adjusted(trace: Trace, *, updates: bool, reduction_bytes: int, reducing_ranks: int = 1) -> Trace:

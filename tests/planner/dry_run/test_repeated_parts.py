@@ -13,6 +13,8 @@ from lightning_unified.cost_model.trace.trace import Give, Passes, Take, Work
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
 from lightning_unified.nn.token_log_probs import token_log_probs
 from lightning_unified.planner.dry_run import DryRun, StepSpec, fake_fit
+from lightning_unified.planner.search.combinations import Combination
+from lightning_unified.planner.search.step_traces import StepTraces
 from tests.support.lanes import first_cells
 
 
@@ -105,3 +107,27 @@ def test_a_cpus_heap_gets_every_part():
 
     assert not any(isinstance(one, Passes) for one in trace.events)
     assert sum("addmm" in one.op or ".mm." in one.op for one in trace.events if isinstance(one, Work)) >= 3 * 10
+
+
+class Tokens(Scores):
+    """The same layer for rows of many tokens."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.below(batch["x"]).flatten(0, 1)
+        return self._loss(hidden, self.head, batch["label"].flatten(), self._chunk)
+
+
+@first_cells(1, "length", [155, 175, 190])  # 2 and 4 rows leave shorter last chunks that no line through them tells
+@first_cells(1, "backend", ["mps", "cuda"])
+def test_sizes_on_lines_take_the_bytes_of_their_own_dry_runs(length, backend):
+    batch = {"x": torch.zeros(256, length, 16), "label": torch.zeros(256, length, dtype=torch.long)}
+    step = StepSpec(module=Tokens(cross_entropy, 100), batch=batch, backend=backend, precision="bf16-mixed")
+    combination = Combination(precision="bf16-mixed")
+    on_lines, exact = (StepTraces(step).of(combination) for _ in range(2))
+    for rows in (128, 86, 64):  # a search traces the first sizes
+        on_lines.at(rows, num_micro_batches=2)
+
+    for rows in (43, 32, 29):
+        found = on_lines.at(rows, num_micro_batches=2)
+        assert "interpolated" in found.notes[-1]
+        assert peak(found).bytes == peak(exact.exactly(rows, num_micro_batches=2)).bytes
