@@ -19,7 +19,7 @@ _Times = Callable[[float], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class _Repetition:
     times: _Times
-    all_whole: bool
+    whole_chunks: bool
 
 
 _open: list[_Repetition] = []  # not a context variable: on a GPU, backward passes run in autograd's threads
@@ -36,7 +36,7 @@ def parts(divided: Tensor, rows: int) -> Iterator[slice]:
     repetition = _open[-1] if _open and isinstance(divided, FakeTensor) else None
     if repetition is None or count <= rows:
         yield from (slice(start, start + rows) for start in range(0, count, rows))
-    elif repetition.all_whole:
+    elif repetition.whole_chunks:
         yield slice(0, rows)
         with repetition.times((count - rows) / rows):
             yield slice(0, rows)  # not `rows` to `2 * rows`, which the data may not have
@@ -50,15 +50,15 @@ def parts(divided: Tensor, rows: int) -> Iterator[slice]:
 
 
 @contextmanager
-def repeated_once(times: _Times, *, all_whole: bool) -> Iterator[None]:
+def repeated_once(times: _Times, *, whole_chunks: bool) -> Iterator[None]:
     """Let `parts` yield one part in place of all whole parts but the first, inside the block.
 
     Args:
         times: Given how many parts a part stands for, returns a context in which operations count that often.
-        all_whole: Whether a shorter last part is replaced by its share of a whole one. Losses of different numbers of rows then run the same
+        whole_chunks: Whether a shorter last part is replaced by its share of a whole one. Losses of different numbers of rows then run the same
             operations and allocate the same memory, if they have several parts.
     """
-    _open.append(_Repetition(times, all_whole))
+    _open.append(_Repetition(times, whole_chunks))
     try:
         yield
     finally:

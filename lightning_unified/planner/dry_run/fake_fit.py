@@ -235,7 +235,7 @@ class FakeFit:
         """Run one part of a loss in place of many; all of them for a CPU, whose heap gets other holes with each."""
         if self._spec.backend == "cpu":
             return contextlib.nullcontext()
-        return repeated_once(self._recorder.repeated, all_whole=self._spec.all_whole)
+        return repeated_once(self._recorder.repeated, whole_chunks=self._spec.whole_chunks)
 
     def _new_strategy(self) -> DryRunStrategy:
         strategy = DryRunStrategy(

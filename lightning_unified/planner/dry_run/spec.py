@@ -35,7 +35,7 @@ class StepSpec:
         sharding: How parameters, gradients and optimizer state are divided over ranks; None trains the whole module on the device.
         optimizer_rollback: Whether the strategy copies weights and optimizer state around each step; None for the option of the Trainer's
             strategy, and without one for the default of `unified_fsdp`, which copies, and of the others, which do not.
-        all_whole: Whether a shorter last part of a chunked loss counts as its share of a whole one, so that steps of different sizes run the
+        whole_chunks: Whether a shorter last part of a chunked loss counts as its share of a whole one, so that steps of different sizes run the
             same operations.
         compiled: Whether compiled parts of the module run as compiled code; on a simulated machine they run uncompiled.
 
@@ -57,7 +57,7 @@ class StepSpec:
     validates: bool = False
     train_batch: Any = None
     is_prepared: bool = False
-    all_whole: bool = False
+    whole_chunks: bool = False
     compiled: bool = True
     sharding: Sharding | None = None
     optimizer_rollback: bool | None = None

@@ -40,7 +40,7 @@ class RowLengths:
 
     def __init__(self, traces: StepTraces, combination: Combination) -> None:
         self._traces, self._combination = traces, combination
-        self._dry_run = traces.dry_run(combination, all_whole=True)
+        self._dry_run = traces.dry_run(combination, whole_chunks=True)
         self._lines: Interpolation | None = None
         self._remainder = _ALIGNED - 1
 

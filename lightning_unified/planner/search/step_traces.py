@@ -149,7 +149,7 @@ class StepTraces:
                 least=None if bounds is None else bounds.bytes(combination),
                 holds_batch=self._batch.has_encoders,
                 with_sampling=self._sampling(combination.precision),
-                trace_whole=self.dry_run(combination, all_whole=True),
+                trace_whole=self.dry_run(combination, whole_chunks=True),
             )
         return self._sizes[combination]
 
@@ -190,14 +190,14 @@ class StepTraces:
             self._step.module, own, lambda: self.of(own).at(fewest[0], num_micro_batches=len(fewest)), sizes=fewest
         )
 
-    def dry_run(self, combination: Combination, *, all_whole: bool = False) -> Callable[..., Trace]:
+    def dry_run(self, combination: Combination, *, whole_chunks: bool = False) -> Callable[..., Trace]:
         """Return a function that traces the step, with the arguments of `DryRuns.step`.
 
-        `all_whole` is as in `StepSpec`.
+        `whole_chunks` is as in `StepSpec`.
         """
         step = replace(
             self._step,
-            all_whole=all_whole,
+            whole_chunks=whole_chunks,
             precision=combination.precision,
             optimizer_kernel=combination.optimizer_kernel,
             loss_chunk=combination.loss_chunk,

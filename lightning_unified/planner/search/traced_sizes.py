@@ -49,8 +49,8 @@ class TracedSizes:
         least: Returns a lower bound of the bytes for a number of rows, known from another combination of memory options.
         holds_batch: Whether a trace of several micro-batches holds the whole batch, as for a module with encoders.
         with_sampling: Adds the sampling before the step to a trace; None without.
-        trace_whole: As `trace_step`, but a shorter last chunk of the loss counts as a whole one, whose bytes lie on lines; None where no loss has
-            chunks.
+        trace_whole: As `trace_step`, but a shorter last chunk of the loss counts as a whole one, so that bytes lie on lines; None for `trace_step`
+            itself.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def test_the_number_of_parts_does_not_change_the_events():
 @pytest.mark.parametrize("loss", [cross_entropy, summed_log_probs, transformed])
 def test_whole_parts_take_no_less_than_a_shorter_last_one(loss):
     rows = 1024 + 100
-    whole, exact = (traced(loss, 1024, backend="mps", rows=rows, all_whole=one) for one in (True, False))
+    whole, exact = (traced(loss, 1024, backend="mps", rows=rows, whole_chunks=one) for one in (True, False))
 
     assert peak(whole).bytes >= peak(exact).bytes
     assert sums(whole)[0] == pytest.approx(sums(exact)[0], rel=1e-3)
