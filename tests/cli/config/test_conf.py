@@ -80,6 +80,7 @@ def composed_once(*overrides):
 
 
 def compose(*overrides):
+    """Return a configuration that can be changed and compared: its ``run_dir`` names no time."""
     config = copy.deepcopy(composed_once(*overrides))
     with open_dict(config):
         config["run_dir"] = "runs/here"
@@ -343,7 +344,7 @@ def test_a_model_brings_its_own_callbacks(model, own):
 @first_cells(1, "model", some(MODELS, "gearhead", "classifier-tiny"))
 def test_a_models_callbacks_are_those_of_the_default_and_stay_beside_cuda_graphs(model):
     default, plain, graphs = (
-        composed_once(f"model={model}", *more).callbacks for more in ([], ["callbacks=default"], ["callbacks=graphs"])
+        compose(f"model={model}", *more).callbacks for more in ([], ["callbacks=default"], ["callbacks=graphs"])
     )
 
     assert default == plain
@@ -352,6 +353,4 @@ def test_a_models_callbacks_are_those_of_the_default_and_stay_beside_cuda_graphs
 
 def test_callbacks_named_beside_their_model_are_the_same():
     for model in ("classifier", "wordle"):
-        assert (
-            composed_once(f"model={model}", f"callbacks={model}").callbacks == composed_once(f"model={model}").callbacks
-        )
+        assert compose(f"model={model}", f"callbacks={model}").callbacks == compose(f"model={model}").callbacks
