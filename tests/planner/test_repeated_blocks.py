@@ -1,5 +1,7 @@
 """A dry run that skips repeated blocks records the events of one that runs them all."""
 
+from itertools import groupby
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,9 @@ from torch.nn import functional as F
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run import DryRuns, StepSpec
-from lightning_unified.planner.repeats import Twins
+from lightning_unified.planner.repeats import Replay, Twins
 from tests.planner.dry_run.test_dry_runs import numbered
-from tests.support.causal_lms import VOCABULARY, causal_lm
+from tests.support.causal_lms import VOCABULARY, causal_lm, transformers
 from tests.support.lanes import slow
 from tests.support.zoo.dry_run import Transformer
 
@@ -196,7 +198,7 @@ class Skips(Custom):
 class Language(Stack):
     """A causal language model of transformers."""
 
-    family, options, adapters = "Qwen2", {"num_hidden_layers": 7}, False
+    family, options, adapters, use_cache = "Qwen2", {"num_hidden_layers": 7}, False, False
 
     def __init__(self):
         super().__init__(depth=1)
@@ -207,11 +209,33 @@ class Language(Stack):
                 parameter.requires_grad_("q_proj.weight" in name)
 
     def training_step(self, batch, batch_idx):
-        return self.net(input_ids=batch["tokens"], labels=batch["labels"], use_cache=False).loss
+        return self.net(input_ids=batch["tokens"], labels=batch["labels"], use_cache=self.use_cache).loss
 
     @staticmethod
     def batch(rows):
         return Transformer.batch(rows, length=6, vocabulary=VOCABULARY)
+
+
+class ReadsCache(Language):
+    """Reads what a block in the middle added to the cache."""
+
+    def training_step(self, batch, batch_idx):
+        found = self.net(input_ids=batch["tokens"], labels=batch["labels"], use_cache=True)
+        return found.loss + found.past_key_values.layers[4].keys.square().mean()
+
+
+class Prefixed(Language):
+    """Begins with a cache of trained keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.prefix = nn.Parameter(torch.randn(7, 2, 1, 2, 3, 8))
+
+    def training_step(self, batch, batch_idx):
+        cache = transformers.DynamicCache()
+        for layer, (keys, values) in enumerate(self.prefix.expand(-1, -1, len(batch["tokens"]), -1, -1, -1)):
+            cache.update(keys, values, layer)
+        return self.net(input_ids=batch["tokens"], labels=batch["labels"], past_key_values=cache).loss
 
 
 def language(family, **attributes):
@@ -231,6 +255,16 @@ def both(kind, **setting):
         asked.append([dry_runs.step(rows, num_micro_batches) for rows, num_micro_batches in SIZES])
         found[runs is None] = twins.runs
     return *asked, found[True]
+
+
+def together(trace):
+    """The trace, numbered; what ends together is sorted, as nothing lies between that could see its order."""
+    events, *others = numbered(trace)
+    found = []
+    for _, group in groupby(events, key=lambda event: isinstance(event, int)):
+        alike = list(group)
+        found += sorted(alike) if isinstance(alike[0], int) else alike
+    return found, *others
 
 
 MPS, CUDA = {"backend": "mps", "precision": "bf16-mixed"}, {"backend": "cuda", "precision": "bf16-mixed"}
@@ -254,6 +288,9 @@ SKIPPED = [
     slow(language("Qwen2", adapters=True), {**MPS, **ALL}),
     slow(language("Llama"), {}),
     slow(language("GPT2", options={"n_layer": 7}), MPS),
+    (language("Qwen3", use_cache=True), CUDA),
+    slow(language("Llama", use_cache=True), {**MPS, **ALL}),
+    slow(language("GPT2", options={"n_layer": 7}, use_cache=True), {}),
 ]
 
 
@@ -262,7 +299,7 @@ def test_traces_equal_those_of_all_blocks_event_for_event(kind, setting):
     skipped, full, runs = both(kind, **setting)
 
     assert [len(run.skipped) for run in runs] == [3]
-    assert list(map(numbered, skipped)) == list(map(numbered, full))
+    assert list(map(together, skipped)) == list(map(together, full))
 
 
 def shared(twins):
@@ -309,9 +346,22 @@ def test_blocks_that_differ_or_change_state_are_all_traced(kind, setting):
     assert list(map(numbered, skipped)) == list(map(numbered, full))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Skips, language("Gemma2")])
+@pytest.mark.parametrize(
+    "kind",
+    [slow(Skips), slow(language("Gemma2")), slow(language("Gemma2", use_cache=True)), ReadsCache, slow(Prefixed)],
+)
 def test_blocks_called_unlike_their_twins_give_the_trace_of_all_blocks(kind):
     skipped, full, _ = both(kind)
 
     assert list(map(numbered, skipped)) == list(map(numbered, full))
+
+
+@pytest.mark.parametrize(("kind", "skipped"), [(language("Qwen3", use_cache=True), 3 * 3), slow(Prefixed, 0)])
+def test_blocks_that_fill_an_empty_cache_are_skipped(kind, skipped, monkeypatch):
+    calls, skip = [], Replay._skip
+    monkeypatch.setattr(Replay, "_skip", lambda *asked: calls.append(None) or skip(*asked))
+    dry_runs = DryRuns(StepSpec(module=kind(), batch=kind.batch(4)))
+    for size in ((4, 1), (2, 2)):
+        dry_runs.step(*size)
+
+    assert len(calls) == skipped

@@ -155,7 +155,12 @@ class DryRun:
         world = World(other=other)
         with fake_world(world):
             fit = FakeFit(self._spec, self._templates, size, recompute=self._recompute, world=world, twins=self._twins)
-            fit.run()
+            try:
+                fit.run()
+            except Exception:
+                if not fit.has_skipped:
+                    raise
+                fit.recording.is_unlike = True  # what a skipped block leaves out may have been missing
         if fit.recording.is_unlike:
             self._twins.give_up()
             return self._first(size, other=other)

@@ -196,6 +196,11 @@ class FakeFit:
         return self.size.length or self._spec.length or self._templates.traced.length
 
     @property
+    def has_skipped(self) -> bool:
+        """Whether a block did not run in the step that is traced."""
+        return self.recording.replay is not None and self.recording.replay.has_skipped
+
+    @property
     def can_go_on(self) -> bool:
         """Whether further steps may be traced on this copy.
 

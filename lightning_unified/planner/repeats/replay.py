@@ -56,7 +56,7 @@ class Replay:
     In each micro-batch, the first three blocks of a run and its last one run. The second and the third must have equal events, which all
     blocks between then have too. The first may differ because of the operations before it, and the last because of those after it. A
     block is skipped only if it is called as the second was: with a tensor of the same layout in place of the one that needs a gradient,
-    and with the same other arguments.
+    and with the same other arguments. One of these may be a cache of keys and values that the step begins empty.
 
     Args:
         module: The fake copy.
@@ -77,10 +77,16 @@ class Replay:
         self._last: weakref.ref[Tensor] | None = None
         self._works: dict[Any, Work] = {}
         self._skipped: dict[int, tuple[int, int]] = {}
+        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         if not self._names:
             twins.give_up()
         if twins.runs is None:
             self._storages.events = []  # the first step is recorded to learn from it
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether a block was skipped since the last step to trace began."""
+        return bool(self._skipped)
 
     def use(self, twins: Twins) -> None:
         """Skip by other runs from the next step on; if these are unknown, learn them from that step."""
@@ -232,9 +238,23 @@ class Replay:
                 kind.append(id(one))
             elif isinstance(one, _PLAIN):
                 kind.append(one)
+            elif self._is_filled_by_blocks(one):
+                kind.append(id(one))
             else:
                 return None
         return _Call(given, kind)
+
+    def _is_filled_by_blocks(self, value: Any) -> bool:
+        """Return whether an argument is a cache of keys and values to which each block adds its own.
+
+        It was empty when the first block got it (`transformers.Cache.get_seq_length`). Then no block's result depends on it, and what a
+        skipped block would have added ends where its twin's ends.
+        """
+        if not hasattr(value, "get_seq_length"):
+            return False
+        if value not in self._caches and int(value.get_seq_length()) == 0:
+            self._caches.add(value)
+        return value in self._caches
 
     def _note(self, mark: Mark) -> Mark:
         events: Any = self._storages.events
