@@ -11,7 +11,7 @@ from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.cost_model.trace.trace import Work
 from lightning_unified.nn.linear_cross_entropy import linear_cross_entropy
-from lightning_unified.planner.dry_run import DryRun, StepSpec
+from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
 from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.row_lengths import RowLengths, aligned
 from lightning_unified.planner.search.step_traces import StepTraces
@@ -53,6 +53,27 @@ def learnt(module, backend):
     lengths = RowLengths(traces, combination)
     lengths.learn(tokens_of(260, 50), length=260)
     return lengths
+
+
+class Mixes(Attends):
+    """Takes a storage whose bytes are a sum of three terms."""
+
+    def training_step(self, batch, batch_idx):
+        rows, length = batch["tokens"].shape
+        return super().training_step(batch, batch_idx) * torch.ones(300 + rows * (70 + length), WIDTH).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(Attends, 3 + 1), (Mixes, 4 + 1)])
+def test_a_fourth_size_is_traced_where_three_leave_none_to_spare(kind, sizes, monkeypatch):
+    traced, step = [], DryRuns.step
+    monkeypatch.setattr(DryRuns, "step", lambda *asked, **other: traced.append(other) or step(*asked, **other))
+    module = kind()
+    lengths = learnt(module, "mps")
+    found = lengths.sizes(511, rows=ROWS, row_bytes=0)._trace(5, 2, 5)
+    own = DryRun(StepSpec(module=module, batch=tokens_of(511, 70), backend="mps")).run(5, 2, 5)
+
+    assert sum(other.get("length") is not None for other in traced) == sizes
+    assert peak(found).bytes == peak(own).bytes
 
 
 @pytest.mark.parametrize("backend", some(["cuda", "mps"], "mps"))

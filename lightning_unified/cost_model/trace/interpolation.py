@@ -60,6 +60,12 @@ class Interpolation:
         self._fit = fit_monomials(sizes, values)
         _check_births(self._timeline, rounds(self._fit, values), values, sizes)
 
+    @property
+    def has_spare_size(self) -> bool:
+        """Whether the bytes of each storage are a sum of fewer monomials than there are traced sizes."""
+        terms = np.count_nonzero(self._fit.coefficients[:, self._timeline.births], axis=0)
+        return bool((terms < len(self.sizes)).all())
+
     def at(self, rows: int, *, length: int | None = None, later_rows: int | None = None) -> Trace:
         """Return the trace of a step of micro-batches of `rows`.
 

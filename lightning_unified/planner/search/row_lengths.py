@@ -8,7 +8,9 @@ Kernels pad rows to multiples of 16 to 128 entries. So dry runs have lengths wit
 the next longer one. The remainder is that of the planned batch where its dry runs can serve as the first of the three lengths.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
@@ -57,6 +59,8 @@ class RowLengths:
     def learn(self, batch: Any, *, length: int) -> None:
         """Trace three lengths, and confirm the result by a dry run of `batch`, whose rows are `length` long.
 
+        The first length is traced with other rows too if the three traces do not determine all storages with one trace to spare.
+
         Raises:
             MisalignedError: If the step is no function of its rows and their length.
             DryRunError: If a size cannot be traced.
@@ -73,13 +77,29 @@ class RowLengths:
             small = self._least_rows(longest)
             large = small + (_ROWS[1] - _ROWS[0]) * self.unit
         first, *others = _lengths(longest, self._remainder)
-        sizes = [(small, first), (large, first), *((self._as_many(large, first, length=one), one) for one in others)]
-        lines = self._lines_through(sizes, known)
+        sizes = [(small, first), *((self._as_many(large, first, length=one), one) for one in others), (large, first)]
         rows = self._as_many(large, first, length=length)
-        trace = self._dry_run(rows, 2, rows, batch=batch, length=self.aligned(length))
-        if trace.confidence == "low":
-            raise MisalignedError("values that decide shapes were made up on the way")
-        lines.confirm(trace)
+
+        @cache
+        def traced(rows: int, length: int) -> Trace:
+            return self._dry_run(rows, 2, rows, length=length)
+
+        @cache
+        def own_trace() -> Trace:
+            trace = self._dry_run(rows, 2, rows, batch=batch, length=self.aligned(length))
+            if trace.confidence == "low":
+                raise MisalignedError("values that decide shapes were made up on the way")
+            return trace
+
+        if sizes[-1] not in known:
+            with suppress(MisalignedError):
+                lines = _lines_through(sizes[:-1], known, traced)
+                if lines.has_spare_size:
+                    lines.confirm(own_trace())
+                    self._lines = lines
+                    return
+        lines = _lines_through(sizes, known, traced)
+        lines.confirm(own_trace())
         self._lines = lines
 
     def aligned(self, length: int) -> int:
@@ -116,30 +136,29 @@ class RowLengths:
         rows = chunk // max(length - 1, 1) + 1  # a row's last token has no label
         return max(-(-rows // self.unit), _ROWS[0]) * self.unit
 
-    def _lines_through(
-        self, sizes: list[tuple[int, int]], known: Mapping[tuple[int, int | None], Trace]
-    ) -> Interpolation:
-        """Return the lines through rows and lengths.
-
-        Traces of the plan serve where they can. Those of a module's own chunked loss may end with a shorter chunk, and fit no line.
-        """
-        traced = {size: self._traced(*size) for size in sizes if size not in known}
-        try:
-            return Interpolation([traced[size] if size in traced else known[size] for size in sizes])
-        except MisalignedError:
-            if len(traced) == len(sizes):
-                raise
-            return Interpolation([traced[size] if size in traced else self._traced(*size) for size in sizes])
-
-    def _traced(self, rows: int, length: int) -> Trace:
-        return self._dry_run(rows, 2, rows, length=length)
-
     def _as_many(self, rows: int, of: int, *, length: int) -> int:
         """Return the rows of `length` that have at least as many entries as `rows` of the length `of`.
 
         Kernels choose their memory by the number of entries: the gradient of an embedding table is sorted above 3,072 tokens on CUDA.
         """
         return max(-(-rows * of // (length * self.unit)), _ROWS[0]) * self.unit
+
+
+def _lines_through(
+    sizes: Sequence[tuple[int, int]],
+    known: Mapping[tuple[int, int | None], Trace],
+    traced: Callable[[int, int], Trace],
+) -> Interpolation:
+    """Return the lines through rows and lengths.
+
+    Traces of the plan serve where they can. Those of a module's own chunked loss may end with a shorter chunk, and fit no line.
+    """
+    try:
+        return Interpolation([known[size] if size in known else traced(*size) for size in sizes])
+    except MisalignedError:
+        if not any(size in known for size in sizes):
+            raise
+        return Interpolation([traced(*size) for size in sizes])
 
 
 def aligned(length: int, remainder: int = _ALIGNED - 1) -> int:
