@@ -2,11 +2,12 @@
 
 The search takes options (settings of the memory options) and, for each, splits of the batch from few micro-batches to many.
 It keeps the first split that fits, because fewer micro-batches are never slower: each adds launches and costs that do not
-depend on its rows. Three bounds keep it from tracing options that cannot win:
+depend on its rows. Four bounds keep it from tracing options that cannot win:
 
 - A peak of live bytes above the budget excludes a split without a replay of the allocator, which never reserves less.
 - A lower bound of the step time (`Option.least_seconds`) excludes an option that is slower than a plan that fits.
 - An option that recomputes less and fits in as many micro-batches excludes one that recomputes more.
+- An option that is far slower than a plan that fits, by its lower bound, is left out if another that fits differs in the loss chunk only.
 
 A caller may limit the work of a long search (`may_trace`). An option that could be much faster than the best plan so far is worth more of it.
 
@@ -27,6 +28,7 @@ from lightning_unified.units import format_bytes, format_duration
 __all__ = ["Candidate", "Choice", "Option", "Sizes", "Taken", "search", "what_would_fit"]
 
 _EQUAL_IN = ("precision", "optimizer_kernel", "attention")  # of two options of which one recomputes more
+_FAR = 1.1  # judgement: among alternatives that are slower by this factor or more, loss chunks do not matter
 _EQUAL = 1 + 1e-9  # sums of the same seconds in another order
 
 
@@ -80,6 +82,8 @@ def search(
             if measure.is_late(option, fitting):
                 break
         if not option.always and not may_trace(measure.could_gain(option, fitting, splits)):
+            continue
+        if measure.only_repeats(option, fitting, splits):
             continue
         left = _splits_left(option, splits, fitting, multiple=multiple)
         if not left or (fitting and measure.is_beaten(option, left, by=min(plan.seconds for _, plan in fitting))):
@@ -159,6 +163,21 @@ class _Measure:
         """
         least = 0.0 if option.least_seconds is None else option.least_seconds(len(option.split or splits[0]))
         return max(min(plan.seconds for _, plan in fitting) / least, 1.0) if fitting and least > 0 else 1.0
+
+    def only_repeats(
+        self, option: Option, fitting: list[tuple[Option, Candidate]], splits: list[tuple[int, ...]]
+    ) -> bool:
+        """Return whether an option is far slower than the best plan, and one that fits differs only in its loss chunk.
+
+        Such a plan would only be one more alternative like another.
+        """
+        if option.split is not None or option.least_seconds is None or not fitting:
+            return False
+        is_far = option.least_seconds(len(splits[0])) > min(plan.seconds for _, plan in fitting) * _FAR
+        return is_far and any(
+            option.recompute == by.recompute and all(getattr(option, name) == getattr(by, name) for name in _EQUAL_IN)
+            for by, _ in fitting
+        )
 
     def smallest(self, option: Option, splits: list[tuple[int, ...]], *, multiple: int) -> Candidate:
         """Return the plan with the smallest micro-batches."""

@@ -325,6 +325,22 @@ def test_a_smaller_loss_chunk_is_only_tried_for_fewer_micro_batches():
     assert (16, 1) in smaller.traces.asked
 
 
+def test_a_slower_alternative_is_not_traced_for_another_loss_chunk():
+    own, slow, again, other = (
+        replace(recomputing(share, per_row=50), loss_chunk=chunk, attention=attention, least_seconds=Least(least))
+        for share, chunk, attention, least in (
+            (0, None, None, 0),
+            (9, 64, "chunked", 9),
+            (9, 128, "chunked", 9),
+            (9, 128, None, 9),
+        )
+    )
+    choice = find([own, slow, again, other], 1000 + 100 * 8)
+
+    assert [one.traces.asked == [] for one in (own, slow, again, other)] == [False, False, True, False]
+    assert {one.loss_chunk for one in (choice.best, *choice.alternatives)} == {None, 64, 128}
+
+
 def test_what_comes_after_a_plan_that_is_faster_is_not_traced():
     quick, slow = (
         replace(recomputing(0), least_seconds=least, split=split)
