@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
+from lightning_unified.step.results.metric_resets import ResetRecord, refusal_of_reset
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.undo import Roots, StateWatch
 
@@ -54,27 +55,39 @@ class MetricsOverMicroBatches:
         self._before = {path: metric_state(metric) for path, metric in self._joined.items()}
         self._states: dict[str, list[dict[str, Any] | None]] = {path: [] for path in self._joined}
         self._twinned = [_Twin(metric) for path, metric in metrics.items() if path not in self._joined]
+        self._emptied: dict[str, list[bool]] = {path: [] for path in self._joined}  # by the step, in each micro-batch
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Gather the states of one micro-batch, which runs inside the block."""
         for metric in self._joined.values():
             metric.reset()
-        with ExitStack() as stack:
+        resets = ResetRecord()
+        with resets.watching(), ExitStack() as stack:
             for twin in self._twinned:
-                stack.enter_context(twin.watching())
+                stack.enter_context(twin.watching(resets))
             yield
         for path, metric in self._joined.items():
             self._states[path].append(metric_state(metric) if metric._update_count else None)
+            self._emptied[path].append(resets.has(metric))
 
     def finish(self, weights: MicroBatchWeights) -> None:
-        """Set step values, and join the batch's state with the state from before."""
+        """Set step values, and join the batch's state with the state from before.
+
+        Raises:
+            SplitError: If the step emptied a metric in some micro-batches only.
+        """
         for path, metric in self._joined.items():
+            if len({*self._emptied[path]}) > 1:
+                raise refusal_of_reset(path)
+            if any(self._emptied[path]):
+                metric.reset()
+                self._before[path] = metric_state(metric)
             indices = [index for index, state in enumerate(self._states[path]) if state is not None]
             if not indices:
                 set_metric_state(metric, self._before[path])
                 continue
-            states = [state for state in self._states[path] if state is not None]
+            states = [state for state in self._states[path] if state]
             own = MicroBatchWeights(
                 [weights.rows[index] for index in indices], [weights.terms[index] for index in indices]
             )
@@ -256,14 +269,15 @@ class _Twin:
         self._twin: Metric | None = None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, resets: ResetRecord) -> Iterator[None]:
         """Update the copy too, at each call of the metric inside the block."""
         forward = self._metric.forward
 
         def forward_both(*args: Any, **kwargs: Any) -> Any:
-            if self._twin is None:
-                self._twin = _emptied_copy(self._metric)
-            self._twin.update(*args, **kwargs)
+            with resets.paused():
+                if self._twin is None:
+                    self._twin = _emptied_copy(self._metric)
+                self._twin.update(*args, **kwargs)
             return forward(*args, **kwargs)
 
         with _replaced(self._metric, "forward", forward_both):

@@ -428,3 +428,52 @@ def test_metrics_that_only_some_micro_batches_update_are_the_whole_batchs():
 
     assert ours.callback_metrics == plain.callback_metrics
     assert not [event for event in ours.strategy.events if "no rule merges" in event]
+
+
+class Emptied(Held):
+    """Empties its metric in some steps, before or after the update."""
+
+    is_first = True
+
+    def make_metric(self):
+        return MulticlassAccuracy(CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch["x"])
+        if batch_idx == 1 and self.is_first:
+            self.metric.reset()
+        self.metric.update(logits, batch["y"])
+        if batch_idx == 1 and not self.is_first:
+            self.metric.reset()
+        return F.cross_entropy(logits, batch["y"])
+
+    def on_train_epoch_end(self):
+        self.log("metric", self.metric.compute())
+
+
+class EmptiedAfter(Emptied):
+    is_first = False
+
+
+@pytest.mark.parametrize("kind", [Emptied, EmptiedAfter], ids=lambda kind: kind.__name__)
+def test_a_metric_that_the_step_resets_holds_what_came_since(kind):
+    ours = assert_same(kind)
+
+    metric = ours.lightning_module.metric
+    rows = sum(len(batch["y"]) for batch in list(kind.loader())[1 if kind.is_first else 2 :])
+    assert int((metric.tp + metric.fn).sum()) == rows
+
+
+class EmptiedForSome(Emptied):
+    """Empties its metric where the first row is of class 0."""
+
+    def training_step(self, batch, batch_idx):
+        self.metric.update(self.net(batch["x"]), batch["y"])
+        if batch["x"][0, 0] > 0:
+            self.metric.reset()
+        return self.loss(batch)
+
+
+def test_a_metric_that_only_some_micro_batches_reset_is_refused():
+    with pytest.raises(SplitError, match=r"resets the metric EmptiedForSome\.metric"):
+        run(EmptiedForSome, UnifiedStrategy(micro_batch_size=3))
