@@ -26,10 +26,11 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
 from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
+from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS, CarriedRows
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.levels import Levels
-from lightning_unified.step.exactness.facts.profile import SHARED, BatchProfiles, Fact, facts_of
+from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
@@ -91,7 +92,7 @@ class ExactnessCheck:
             group=self._group,
         )
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
-        self._outside_facts = OutsideFacts(trainer.lightning_module)
+        self._outside_facts, self._carried = OutsideFacts(trainer.lightning_module), CarriedRows(self.tables.written)
         self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
@@ -116,8 +117,8 @@ class ExactnessCheck:
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
         own = replace(own, facts=self._facts(own.batch, own.rows))
-        if self._verdict is not None and any(kind == SHARED for _, kind, _ in self._profiles.news(own.facts)):
-            own = replace(own, micro_batches=own.sizes)  # rows that share a value may lie far apart
+        if self._verdict is not None and any(kind in OF_ALL_ROWS for _, kind, _ in self._profiles.news(own.facts)):
+            own = replace(own, micro_batches=own.sizes)
         if self._checked(own, is_due=lambda: self._is_due(own)):
             # the facts again: the check may have recorded that the step reads counters
             self._profiles.add(self._facts(own.batch, own.rows))
@@ -136,9 +137,12 @@ class ExactnessCheck:
         """
         is_done = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
+            known = self.tables.paths
             rows = self._own_checked if asked.is_checked else self._check(asked)
-            if asked.micro_batches:
-                self._require_all_rows(asked)
+            # what few rows do alike, such as `x[:16]`, all rows may do in another way
+            is_new = self._group.anywhere(self._checks > 1 and not self.tables.paths <= known)
+            if asked.micro_batches or is_new:
+                self._require_all_rows(replace(asked, micro_batches=asked.micro_batches or asked.sizes))
             self._profiles.add(asked.facts)
             if asked is own:
                 is_done, self._own_checked_at, self._own_checked = True, self._batches, rows
@@ -153,10 +157,8 @@ class ExactnessCheck:
 
     def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:
         """Return all facts that may decide how a step computes on this batch."""
-        trainer = self._trainer
-        counters = self._runner.counters.facts(
-            epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
-        )
+        trainer, now = self._trainer, self._seen or (0, 0)
+        counters = self._runner.counters.facts(epoch=now[0], step=trainer.global_step, batch=now[1])
         figures = self._runner.counters.figures(trainer)
         return (
             facts_of(batch, rows, self.host_figures)
@@ -164,6 +166,7 @@ class ExactnessCheck:
             | figures
             | self._module_facts.now()
             | self._outside_facts.now()
+            | self._carried.facts(now, rows)
         )
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -41,6 +41,11 @@ class Tables:
         return [*self.outputs.unmergeable, *self.logs.unmergeable]
 
     @property
+    def paths(self) -> set[tuple[str, str]]:
+        """The table and the path of each rule that was inferred."""
+        return {(name, path) for name, table in self._inferred.items() for path in table.paths}
+
+    @property
     def _inferred(self) -> dict[str, MergeTable]:
         return {name: table for name, table in vars(self).items() if isinstance(table, MergeTable)}
 
