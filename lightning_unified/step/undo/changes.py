@@ -124,7 +124,12 @@ def _put_members(target: set[Any], value: set[Any]) -> None:
 
 
 def _tail(cell: Cell, length: int) -> Change:
-    return Change(path_text(cell.path), "tail", [], list(cell.target[length:]), partial(_put_tail, cell.target, length))
+    """Return the change of a list that has grown.
+
+    Its path differs from that of the list, because a step may append in one batch and empty the list in another.
+    """
+    path = f"{path_text(cell.path)} at its end"
+    return Change(path, "tail", [], list(cell.target[length:]), partial(_put_tail, cell.target, length))
 
 
 def _put_tail(target: list[Any], length: int, value: list[Any]) -> None:

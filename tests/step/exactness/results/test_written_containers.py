@@ -103,6 +103,39 @@ def test_a_container_holds_what_the_whole_batch_writes(name, is_lazy):
     assert comparable(split) == comparable(plain)
 
 
+class EveryThird(Writes):
+    """Logs the mean loss of three batches, and then empties its list of losses, or makes a new one."""
+
+    is_new = False
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def write(self, batch, out, loss):
+        self.losses.append(float(loss))
+        if len(self.losses) == 3:
+            self.log("of three", sum(self.losses) / 3)
+            self.losses = [] if self.is_new else self.losses.clear() or self.losses
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_list_that_steps_fill_and_empty_in_turn_is_the_whole_batchs(is_new):
+    kind = type("Emptying", (EveryThird,), {"is_new": is_new})
+
+    def trained(strategy):
+        torch.manual_seed(0)
+        module = kind().double()
+        seen, _ = fit(module, kind.loader(), strategy=strategy, max_epochs=4)
+        return module.losses, [one.get("of three") for one in seen.callback_metrics]
+
+    losses, logged = trained("auto")
+    kept, ours = trained(UnifiedStrategy(micro_batch_size=3))
+
+    assert len(losses) == len(kept) and kept == pytest.approx(losses)
+    assert [one for one in ours if one] == pytest.approx([one for one in logged if one])
+
+
 def learned(*checks):
     """Return the rules that checks of an entry teach.
 
