@@ -82,6 +82,8 @@ class InterceptDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         name = name_of_drawing(func)
         if name is not None:
+            if (result := self._decomposed(func, name, args, kwargs)) is not NotImplemented:
+                return result
             given, (args, kwargs) = (args, kwargs), without_inner_dropout(func, args, kwargs)
             self.leaves_out |= args is not given[0] or kwargs is not given[1]
             if name.startswith(RRELU):
@@ -95,6 +97,16 @@ class InterceptDraws(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.dtype in _LOW:
                 self.formats.add(tensor.dtype)
         return result
+
+    def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operator that is made of others, which run in the mode; `NotImplemented` for any other operator.
+
+        Inference mode passes such operators on as they are. Dropout in eval mode and recurrent layers then looked like draws.
+        """
+        if is_inner(name):
+            return NotImplemented
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def leave_out_seed(self) -> None:
         """Forget the previous draw if it seeds cuDNN's dropout state.
