@@ -16,6 +16,7 @@ __all__ = [
     "is_inner",
     "is_random",
     "name_of_drawing",
+    "parameters_of",
     "with_draw",
     "without_inner_dropout",
 ]
@@ -26,6 +27,16 @@ PERMUTES = frozenset({"randperm"})
 INDICES = frozenset({"multinomial"})  # its entries are indices of columns, not of rows, so it can be sliced by rows
 RRELU = "rrelu_with_noise"  # writes the drawn slopes into its second argument
 CUDNN_STATE = "_cudnn_init_dropout_state"
+_PARAMETERS = {  # the first and the last argument that set a distribution
+    "normal": (0, 2),
+    "bernoulli": (0, 1),
+    "bernoulli_": (1, 2),
+    "poisson": (0, 1),
+    "binomial": (0, 2),
+    "multinomial": (0, 1),
+    "_standard_gamma": (0, 1),
+    "_sample_dirichlet": (0, 1),
+}
 
 
 @cache
@@ -72,6 +83,14 @@ def drawn_by(name: str, result: Any, args: Sequence[Any]) -> Any:
     if name == RRELU:
         return args[1]
     return result[1] if name in ("native_dropout", "_fused_dropout") else result
+
+
+def parameters_of(name: str, args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors of arguments that set the distribution of a draw, such as the probabilities of `bernoulli`."""
+    first, last = _PARAMETERS.get(name, (0, 0))
+    if name == "bernoulli" and len(args) > 1:  # with one probability, the tensor only gives the shape
+        return []
+    return [one for one in args[first:last] if isinstance(one, Tensor)]
 
 
 def with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> Any:

@@ -10,7 +10,8 @@ rounding.
 1. The draw has the same shape in the micro-batch: it does not depend on the rows, and is used unchanged.
 2. One dimension is k times the number of rows, in both runs: the draw is sliced by rows. With k > 1 there are two orders, and
    the check tries both: `"interleaved"` (row 0 k times, row 1 k times, …) and `"blocks"` (all rows, k times over).
-3. Any other draw makes the replay invalid. This includes a permutation of the rows, which has no entries per row.
+3. Any other draw makes the replay invalid. This includes a permutation of the rows, which has no entries per row, and a draw from another
+   distribution, such as one whose probabilities are relative to the largest loss of the rows.
 
 Some kernels draw inside, such as fused attention and cuDNN's recurrent layers. They run without dropout in both modes.
 """
@@ -31,15 +32,18 @@ from lightning_unified.step.exactness.draws.operators import (
     is_inner,
     is_random,
     name_of_drawing,
+    parameters_of,
     with_draw,
     without_inner_dropout,
 )
+from lightning_unified.step.results.sameness import same
 
 __all__ = ["Draw", "DrawMode", "InterceptDraws", "NoDraws", "Order", "RecordDraws", "ReplayDraws"]
 
 Order = Literal["interleaved", "blocks"]
 
 _LOW = (torch.float16, torch.bfloat16)
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}  # of a distribution's parameters; 2e-2 in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,12 @@ class Draw:
     Args:
         name: The name of the operator, without its namespace.
         value: The operator's result on the host; for `native_dropout`, the drawn mask.
+        parameters: The tensors that set the distribution, on the host.
     """
 
     name: str
     value: Tensor
+    parameters: tuple[Tensor, ...] = ()
 
 
 class InterceptDraws(TorchDispatchMode):
@@ -143,11 +149,10 @@ class RecordDraws(InterceptDraws):
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw, and record the draw."""
+        parameters = tuple(map(_on_host, parameters_of(name, args)))
         result = func(*args, **kwargs)
         drawn = drawn_by(name, result, args)
-        self.draws.append(
-            Draw(name, drawn.detach().to("cpu", copy=True) if isinstance(drawn, Tensor) else torch.empty(0))
-        )
+        self.draws.append(Draw(name, _on_host(drawn) if isinstance(drawn, Tensor) else torch.empty(0), parameters))
         return result
 
     def leave_out_seed(self) -> None:
@@ -187,6 +192,10 @@ class NoDraws:
 
     def __exit__(self, *_: object) -> None:
         self.has_drawn |= not _same_states(self._before, self._generators())
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -235,6 +244,7 @@ class ReplayDraws(InterceptDraws):
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw, and overwrite the draw with the recorded entries of the rows."""
+        parameters = parameters_of(name, args)
         result = func(*args, **kwargs)
         index, self._next = self._next, self._next + 1
         known = self._draws[index] if index < len(self._draws) else None
@@ -246,7 +256,15 @@ class ReplayDraws(InterceptDraws):
         if placed is None:
             self.troubles.append(f"{name} has no entries of its own for each row")
             return result
+        if not all(map(self._is_share, parameters, known.parameters)):
+            self.troubles.append(f"{name} draws from a distribution that depends on other rows")
+            return result
         return with_draw(name, result, placed.to(drawn.device), args)
+
+    def _is_share(self, parameter: Tensor, whole: Tensor) -> bool:
+        """Return whether a distribution's parameter is that of the same rows in the whole run."""
+        placed = self._placed(whole, tuple(parameter.shape), permutes=False)
+        return placed is not None and same(parameter, placed, tolerance=_ROUNDING.get(parameter.dtype, 2e-2))
 
     def _placed(self, whole: Tensor, shape: tuple[int, ...], *, permutes: bool) -> Tensor | None:
         if tuple(whole.shape) == shape:

@@ -147,6 +147,17 @@ INVALID = {
         "another random draw (randn_like)",
     ),
     "more entries than rows": (lambda x: x * torch.rand(len(x) ** 2).sum(), "no entries of its own"),
+    **{
+        f"{name} of other rows": (draw, "draws from a distribution that depends on other rows")
+        for name, draw in {
+            "bernoulli": lambda x: x * torch.bernoulli((x - x.mean(0)).sigmoid()),
+            "bernoulli in place": lambda x: x * torch.empty_like(x).bernoulli_((x - x.mean(0)).sigmoid()),
+            "normal": lambda x: x * torch.normal(x - x.mean(0), 1.0),
+            "a normal of all rows": lambda x: x * torch.normal(x.mean(0), 1.0),
+            "multinomial": lambda x: x * torch.multinomial(x[:, 0].softmax(0), WIDTH)[:, None, :],
+            "poisson": lambda x: x * torch.poisson(x.abs() / x.abs().max()),
+        }.items()
+    },
 }
 
 
