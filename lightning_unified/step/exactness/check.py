@@ -116,12 +116,12 @@ class ExactnessCheck:
         now = (self._trainer.current_epoch, batch_idx)
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
-        own = replace(own, facts=self._facts(own.batch, own.rows))
+        own = replace(own, facts=self._facts(own))
         if self._verdict is not None and any(kind in OF_ALL_ROWS for _, kind, _ in self._profiles.news(own.facts)):
             own = replace(own, micro_batches=own.sizes)
         if self._checked(own, is_due=lambda: self._is_due(own)):
             # the facts again: the check may have recorded that the step reads counters
-            self._profiles.add(self._facts(own.batch, own.rows))
+            self._profiles.add(self._facts(own))
         assert self._verdict is not None
         return self._verdict
 
@@ -155,18 +155,19 @@ class ExactnessCheck:
         """
         return None if self._rules.rows.split is not None else self.host_figures.batch_on_host(batch)
 
-    def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:
+    def _facts(self, own: Request) -> frozenset[Fact]:
         """Return all facts that may decide how a step computes on this batch."""
         trainer, now = self._trainer, self._seen or (0, 0)
         counters = self._runner.counters.facts(epoch=now[0], step=trainer.global_step, batch=now[1])
         figures = self._runner.counters.figures(trainer)
         return (
-            facts_of(batch, rows, self.host_figures)
+            facts_of(own.batch, own.rows, self.host_figures)
             | counters
             | figures
             | self._module_facts.now()
             | self._outside_facts.now()
-            | self._carried.facts(now, rows)
+            | self._carried.facts(now, own.rows)
+            | {("micro-batches", "least", own.least)}
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -301,6 +302,7 @@ class ExactnessCheck:
             micro_batches=asked.micro_batches,
             differing=asked.differing,
             ignored=self.host_figures.ignored,
+            least=asked.least,
         )
 
     def _require_all_rows(self, asked: Request) -> None:

@@ -92,7 +92,7 @@ class EvaluationCheck:
             SplitError: If the step fails on some rows only, or writes state that no rule merges.
         """
         self._batches += 1
-        own = replace(own, facts=facts_of(own.batch, own.rows))
+        own = replace(own, facts=facts_of(own.batch, own.rows) | {("micro-batches", "least", own.least)})
 
         def is_due() -> bool:
             is_scheduled = self._batches & (self._batches - 1) == 0 and self._checked_at != self._batches
@@ -115,7 +115,8 @@ class EvaluationCheck:
 
     def _check(self, step: Callable[[Any], Any], asked: Request, likely: LossRule) -> None:
         unit, refusal = asked.unit, None
-        units = min(max(asked.micro_batch_size // unit, _FEWEST), _UNITS, asked.rows // unit)
+        fewest = _FEWEST if asked.least == 1 else 2 * asked.least + 1
+        units = min(max(asked.micro_batch_size // unit, fewest), _UNITS, asked.rows // unit)
         while units >= 2 and refusal is None:
             try:
                 if caught(partial(self._checked, step, asked, size=units * unit, likely=likely))[1] is None:
@@ -182,7 +183,9 @@ class EvaluationCheck:
 
     def _checked(self, step: Callable[[Any], Any], asked: Request, *, size: int, likely: LossRule) -> None:
         with self._group.trial():
-            for trial in self._runs.trials(step, asked.batch, rows=asked.rows, size=size, unit=asked.unit):
+            for trial in self._runs.trials(
+                step, asked.batch, rows=asked.rows, size=size, unit=asked.unit, least=asked.least
+            ):
                 self._learn(trial, self._weights(asked.batch, asked.rows, likely))
 
     def _learn(self, trial: EvaluationTrial, rules: Sequence[LossRule]) -> None:

@@ -51,6 +51,14 @@ class Request:
         size = max(self.micro_batch_size // self.unit * self.unit, self.unit)
         return split_rows(self.rows, micro_batch_size=size, unit=self.unit)
 
+    @property
+    def least(self) -> int:
+        """The fewest units of a check's micro-batches: 1 only where one of the batch's own micro-batches has one.
+
+        A step may drop the dimension of a single row (`squeeze()`).
+        """
+        return 1 if min(self.sizes) <= self.unit else 2
+
 
 class CheckGroup:
     """The processes that run each check together: this one alone, with whole parameters.

@@ -16,8 +16,10 @@ __all__ = ["splits_of", "starts_of", "window", "windows_over"]
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
 
 
-def splits_of(units: int) -> list[list[int]]:
+def splits_of(units: int, *, least: int = 1) -> list[list[int]]:
     """Return two splits of `units` units into three unequal micro-batches.
+
+    With `least`, fewer micro-batches of that many units or more, or less unequal ones, if so many units are given.
 
     Two or three units give fewer splits or micro-batches. One unit gives none. A single split into two equal micro-batches accepts
     class weights by coincidence in 6 of 158 batches; three micro-batches do so in none. Two splits distinguish a mean weighted by
@@ -27,7 +29,9 @@ def splits_of(units: int) -> list[list[int]]:
         return []
     if units < 4:
         return [[1] * units, [1, units - 1]][: units - 1]
-    small = max(units // 6, 1)
+    if 1 < least <= units // 2 < 2 * least:
+        return [[least, units - least], [units - least, least]]
+    small = max(units // 6, least)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
     moves = units > 5 and large - middle != 2  # else two micro-batches would have the same size

@@ -54,7 +54,7 @@ class EvaluationRuns:
         self.has_drawn = False
 
     def trials(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, least: int
     ) -> Iterator[EvaluationTrial]:
         """Run `size` rows of a batch whole, and yield a trial for each split of these rows.
 
@@ -72,7 +72,7 @@ class EvaluationRuns:
                 raise error from None  # the whole batch fails too: raise the user's error
             raise
         self.has_drawn |= recorded.has_drawn or whole.draws_on_host
-        for units in splits_of(size // unit):
+        for units in splits_of(size // unit, least=least):
             sizes = [unit * one for one in units]
             places = list(zip(starts_of(sizes), sizes, strict=True))
             batches = [self._split(batch, start + first, start + first + one, rows=rows) for first, one in places]

@@ -57,6 +57,7 @@ class Check:
         micro_batches: The rows of each micro-batch in training; empty where unknown.
         differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
         ignored: Labels that losses ignore.
+        least: The fewest units of a micro-batch.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -71,6 +72,7 @@ class Check:
     micro_batches: Sequence[int] = ()
     differing: range = range(0)
     ignored: Collection[int] = (IGNORED,)
+    least: int = 1
 
     @property
     def batch(self) -> Any:
@@ -84,7 +86,7 @@ class Check:
             units: The number of units to split.
             other: Whether to return another split, if there is one.
         """
-        splits = splits_of(units)
+        splits = splits_of(units, least=self.least)
         return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
 
     def starts(self, size: int) -> list[int]:

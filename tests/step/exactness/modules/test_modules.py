@@ -77,7 +77,7 @@ def test_a_module_whose_rows_form_groups_is_refused_with_their_unit():
             return super().loss(out, batch) if len(out) % 4 == 0 else F.cross_entropy(out, batch["y"])
 
     with pytest.raises(SplitError, match=r"Group.training_step fails on 5 of 8 rows .*unit=n"):
-        run(Group)
+        run(Group, strategy=UnifiedStrategy(micro_batch_size=1))
     with pytest.raises(SplitError, match=r"^Grouped cannot be split exactly.*unit=n for a loss over groups of n rows"):
         run(Grouped)
 
@@ -233,7 +233,7 @@ class DeclaredWrong(Sum):
 
 def test_a_declared_sum_is_held_to_it():
     with pytest.raises(SplitError, match=r"DeclaredWrong cannot be split exactly.*\(loss_is_sum: "):
-        run(DeclaredWrong, precision="bf16-mixed")
+        run(DeclaredWrong, precision="bf16-mixed", strategy=UnifiedStrategy(micro_batch_size=1))
 
 
 class SmallMistake(Net):

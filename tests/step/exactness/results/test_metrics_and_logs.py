@@ -343,7 +343,7 @@ def test_a_metric_that_fails_on_a_single_row_is_refused():
             return nn.ModuleList([R2Score()])
 
     with pytest.raises(SplitError, match="fails on 1 of 8 rows"):
-        run(Determination, UnifiedStrategy(micro_batch_size=3))
+        run(Determination, UnifiedStrategy(micro_batch_size=1))
 
 
 def test_logs_that_nothing_puts_together_are_named():

@@ -1,10 +1,13 @@
 """Checks run before split batches 1, 2, 4, 8, …, and before batches of a new kind."""
 
+import itertools
+
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
@@ -110,14 +113,59 @@ def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks
     run(Units, batches(number=2, size=32), strategy=UnifiedStrategy(micro_batch_size=4, predict=False))
 
     assert checks.rows == [[16, 16], [16]]
-    assert checks.splits[0] == [[2, 4, 10], [8, 2, 6]]
+    assert checks.splits[0] == [[4, 6, 6], [4, 4, 8]]
 
 
 def test_the_first_check_splits_in_two_ways_and_later_ones_take_turns(checks):
     run(Net, batches(number=8))
 
-    one, other = [1, 2, 5], [4, 1, 3]
+    one, other = [2, 3, 3], [2, 2, 4]
     assert checks.splits == [[one, other], [other], [one], [other]]
+
+
+class Squeezed(Net):
+    """Drops the dimension of a single row, and keeps its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"])[:, :1].squeeze()
+        self.kept.append(out.detach())
+        return F.mse_loss(out, batch["y"].to(out))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch["x"])[:, :1].squeeze()
+
+
+def test_no_single_row_runs_in_a_check_unless_it_does_in_training(checks):
+    module, _ = run(Squeezed, batches(number=3), strategy=UnifiedStrategy(micro_batch_size=3))
+
+    assert [len(out) for out in module.kept] == [8, 8, 8]
+    assert min(rows for check in checks.splits for split in check for rows in split) == 2
+    with pytest.raises(SplitError, match=r"writes Squeezed\.kept"):
+        run(Squeezed, batches(number=3), strategy=UnifiedStrategy(micro_batch_size=1))
+
+
+def test_the_first_micro_batch_of_one_row_is_checked(checks):
+    data = batches(number=6).dataset
+    ends = [0, 8, 16, 24, 32, 40, 43]  # micro-batches of two rows, and at last of two and one
+
+    run(
+        Net,
+        DataLoader(data, batch_sampler=[range(*pair) for pair in itertools.pairwise(ends)]),
+        strategy=UnifiedStrategy(micro_batch_size=2),
+    )
+
+    assert checks.steps == [0, 1, 3, 5]
+    assert [min(split) for check in checks.splits for split in check] == [2, 2, 2, 2, 1]
+
+
+def test_predictions_without_a_dimension_of_a_single_row_are_the_whole_batchs():
+    trainer = L.Trainer(accelerator="cpu", strategy=UnifiedStrategy(evaluation_micro_batch_size=3), logger=False)
+
+    assert [len(out) for out in trainer.predict(Squeezed().double(), batches(number=2))] == [8, 8]
 
 
 def test_whole_batches_are_not_checked(checks):

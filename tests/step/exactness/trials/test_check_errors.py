@@ -236,7 +236,7 @@ class Spread(Net):
 
 def test_a_refusal_names_the_micro_batch_whose_gradient_is_not_finite():
     with pytest.raises(SplitError, match=r"rows: not finite.*A micro-batch of 1 row has a gradient that is not finite"):
-        run(Spread)
+        run(Spread, strategy=UnifiedStrategy(micro_batch_size=1))
 
 
 class ByFrequency(Net):
