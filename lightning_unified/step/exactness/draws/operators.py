@@ -86,7 +86,10 @@ def drawn_by(name: str, result: Any, args: Sequence[Any]) -> Any:
 
 
 def parameters_of(name: str, args: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors of arguments that set the distribution of a draw, such as the probabilities of `bernoulli`."""
+    """Return the tensors that set the distribution of a draw.
+
+    Such are the probabilities of `bernoulli`.
+    """
     first, last = _PARAMETERS.get(name, (0, 0))
     if name == "bernoulli" and len(args) > 1:  # with one probability, the tensor only gives the shape
         return []

@@ -105,9 +105,10 @@ class InterceptDraws(TorchDispatchMode):
         return result
 
     def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator that is made of others, which run in the mode; `NotImplemented` for any other operator.
+        """Return the result of an operator that is made of others; `NotImplemented` for any other.
 
-        Inference mode passes such operators on as they are. Dropout in eval mode and recurrent layers then looked like draws.
+        The others run in the mode. Inference mode passes such operators on as they are. Dropout in eval mode and recurrent layers then
+        looked like draws.
         """
         if is_inner(name):
             return NotImplemented
