@@ -115,7 +115,7 @@ class EvaluationCheck:
 
     def _check(self, step: Callable[[Any], Any], asked: Request, likely: LossRule) -> None:
         unit, refusal = asked.unit, None
-        fewest = _FEWEST if asked.least == 1 else 2 * asked.least + 1
+        fewest = _FEWEST if asked.least == 1 else 3 * asked.least
         units = min(max(asked.micro_batch_size // unit, fewest), _UNITS, asked.rows // unit)
         while units >= 2 and refusal is None:
             try:

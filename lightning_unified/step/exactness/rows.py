@@ -13,25 +13,29 @@ from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_r
 
 __all__ = ["splits_of", "starts_of", "window", "windows_over"]
 
+_OF_TWO = {6: [[2, 2, 2], [4, 2]], 7: [[2, 2, 3], [3, 2, 2]], 8: [[2, 3, 3], [3, 2, 3]]}  # no three unequal ones fit
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
 
 
 def splits_of(units: int, *, least: int = 1) -> list[list[int]]:
     """Return two splits of `units` units into three unequal micro-batches.
 
-    With `least`, fewer micro-batches of that many units or more, or less unequal ones, if so many units are given.
-
     Two or three units give fewer splits or micro-batches. One unit gives none. A single split into two equal micro-batches accepts
     class weights by coincidence in 6 of 158 batches; three micro-batches do so in none. Two splits distinguish a mean weighted by
     rows from sums and constants.
+
+    Args:
+        units: The number of units.
+        least: The fewest units of a micro-batch, 1 or 2. From six units on, there are three of two units, though some may be equal; fewer units
+            are split as with 1, because two equal micro-batches show too little.
     """
     if units < 2:
         return []
     if units < 4:
         return [[1] * units, [1, units - 1]][: units - 1]
-    if 1 < least <= units // 2 < 2 * least:
-        return [[least, units - least], [units - least, least]]
-    small = max(units // 6, least)
+    if least > 1 and units in _OF_TWO:
+        return _OF_TWO[units]
+    small = max(units // 6, least if units > 5 else 1)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
     moves = units > 5 and large - middle != 2  # else two micro-batches would have the same size

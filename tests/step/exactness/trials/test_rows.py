@@ -27,17 +27,21 @@ def test_two_different_splits_of_three_micro_batches(units):
     assert first != second
 
 
-@pytest.mark.parametrize("units", range(4, 41))
+@pytest.mark.parametrize("units", range(6, 41))
 def test_micro_batches_of_two_units_or_more_if_asked(units):
     first, second = splits_of(units, least=2)
 
     assert sum(first) == sum(second) == units
     assert min(*first, *second) >= 2
-    assert len(first) == len(second) == (2 if units < 8 else 3)
-    assert units == 4 or (len(set(first)) > 1 and first != second)
+    assert len(first) == 3
+    assert first != second
+    assert len(set(second)) > 1
 
 
-@pytest.mark.parametrize(("units", "splits"), [(0, []), (1, []), (2, [[1, 1]]), (3, [[1, 1, 1], [1, 2]])])
+@pytest.mark.parametrize(
+    ("units", "splits"),
+    [(0, []), (1, []), (2, [[1, 1]]), (3, [[1, 1, 1], [1, 2]]), (4, splits_of(4)), (5, splits_of(5))],
+)
 def test_few_units(units, splits):
     assert splits_of(units) == splits_of(units, least=2) == splits
 
