@@ -131,17 +131,16 @@ class ExactnessCheck:
         return self._verdict
 
     def _checked(self, own: Request, *, is_due: Callable[[], bool]) -> bool:
-        """Check the batches of all processes of the group for which a check is due, each once.
+        """Check each batch of a process that is due; return whether this one's was among them.
 
-        Return whether this process's batch was among them. The facts about a batch that another process asks for are then known here too.
+        The facts about a batch that another process asks for are then known here too.
         """
         is_done = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
             known = self.tables.paths
             rows = self._own_checked if asked.is_checked else self._check(asked)
             # what few rows do alike, such as `x[:16]`, all rows may do in another way
-            is_new = self._group.anywhere(self._checks > 1 and not self.tables.paths <= known)
-            if asked.micro_batches or is_new:
+            if self._group.anywhere(self._checks > 1 and not self.tables.paths <= known) or asked.micro_batches:
                 self._require_all_rows(replace(asked, micro_batches=asked.micro_batches or asked.sizes))
             self._profiles.add(asked.facts)
             if asked is own:
@@ -158,12 +157,11 @@ class ExactnessCheck:
     def _facts(self, own: Request) -> frozenset[Fact]:
         """Return all facts that may decide how a step computes on this batch."""
         trainer, now = self._trainer, self._seen or (0, 0)
-        counters = self._runner.counters.facts(epoch=now[0], step=trainer.global_step, batch=now[1])
-        figures = self._runner.counters.figures(trainer)
+        counters = self._runner.counters
         return (
             facts_of(own.batch, own.rows, self.host_figures)
-            | counters
-            | figures
+            | counters.facts(epoch=now[0], step=trainer.global_step, batch=now[1])
+            | counters.figures(trainer)
             | self._module_facts.now()
             | self._outside_facts.now()
             | self._carried.facts(now, own.rows)

@@ -40,8 +40,7 @@ class MetricsOverMicroBatches:
 
     A metric may declare that its update needs the full state (`full_state_update` not False). It is joined like the others if the exactness check has
     found that its states add up. Otherwise it accumulates over the micro-batches, and an empty twin beside it gathers the batch:
-    `Metric.forward` also updates such a metric twice. A metric whose value `training_step` reads itself (`compute`) answers for a
-    micro-batch.
+    `Metric.forward` also updates such a metric twice. One whose value `training_step` reads (`compute`) answers for a micro-batch.
 
     Args:
         metrics: The module's torchmetrics objects, by path.
