@@ -167,9 +167,9 @@ class _Measure:
     def only_repeats(
         self, option: Option, fitting: list[tuple[Option, Candidate]], splits: list[tuple[int, ...]]
     ) -> bool:
-        """Return whether an option is far slower than the best plan, and one that fits differs only in its loss chunk.
+        """Return whether an option is far slower than the best plan, and much like one that fits.
 
-        Such a plan would only be one more alternative like another.
+        They differ only in their loss chunks. Such a plan would only be one more alternative like another.
         """
         if option.split is not None or option.least_seconds is None or not fitting:
             return False
