@@ -73,7 +73,7 @@ class RecordingCallback(Callback):
         self.replay: Replay | None = None
         self._lives: list[Lives] = []
         self._metrics: list[Metric] = []
-        self._has_metrics = True  # until a step of this copy has shown that it has none
+        self._has_metrics = True  # until a training step of this copy has shown that it has none
         self._goes_on = False
         answers.silent = True
 
@@ -125,6 +125,8 @@ class RecordingCallback(Callback):
     def _begin(self) -> None:
         self._records, self._steps = True, self._strategy.steps
         self._mark(again=not self._goes_on)
+        if not self._goes_on and not self._validates:
+            self._has_metrics = bool(self._metrics)
         self._metrics = []  # a step may replace them, and their storages end then
         self._answers.silent = False
         self._answers.reads.clear()
@@ -153,7 +155,7 @@ class RecordingCallback(Callback):
 
         Args:
             again: Whether to look for torchmetrics objects again. Nothing of the module runs between two steps, so those that were found
-                after one step are those before the next. If the first traced step leaves none, further steps, which run the same code,
+                after one step are those before the next. If the first training step leaves none, further steps, which run the same code,
                 leave none either.
         """
         module = self._module
