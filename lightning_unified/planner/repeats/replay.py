@@ -1,5 +1,6 @@
 """Skip a dry run's repeated blocks: a call returns a tensor like its twin's, and is marked."""
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -245,12 +246,13 @@ class Replay:
         return _Call(given, kind)
 
     def _is_filled_by_blocks(self, value: Any) -> bool:
-        """Return whether an argument is a cache of keys and values to which each block adds its own.
+        """Return whether an argument is a cache of transformers to which each block adds keys and values of its own.
 
-        It was empty when the first block got it (`transformers.Cache.get_seq_length`). Then no block's result depends on it, and what a
-        skipped block would have added ends where its twin's ends.
+        It was empty when the first block got it. Then no block's result depends on it, and what a skipped block would have added ends where
+        its twin's ends.
         """
-        if not hasattr(value, "get_seq_length"):
+        cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+        if cache is None or not isinstance(value, cache):
             return False
         if value not in self._caches and int(value.get_seq_length()) == 0:
             self._caches.add(value)
