@@ -246,9 +246,9 @@ class Replay:
         return _Call(given, kind)
 
     def _is_filled_by_blocks(self, value: Any) -> bool:
-        """Return whether an argument is a cache of transformers to which each block adds keys and values of its own.
+        """Return whether an argument is a cache of transformers that begins empty.
 
-        It was empty when the first block got it. Then no block's result depends on it, and what a skipped block would have added ends where
+        Each block adds keys and values of its own. It was empty when the first block got it. Then no block's result depends on it, and what a skipped block would have added ends where
         its twin's ends.
         """
         cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
