@@ -87,6 +87,15 @@ LONG = {
     "test_shared_dry_runs.py",
     "test_planner_dry_runs.py",
     "test_families.py",
+    "test_kept_activations.py",
+    "test_mistakes.py",
+    "test_plan_devices.py",
+    "test_predict.py",
+    "test_repeated_blocks.py",
+    "test_fsdp_checks.py",
+    "test_simulate.py",
+    "test_same_as_whole.py",
+    "test_going_on.py",
 }
 
 
