@@ -17,6 +17,7 @@ from lightning_unified.step.loop.split_results import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.policy.memory_policy import STAGES
 from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.measured_room import MeasuredRoom
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
@@ -87,15 +88,20 @@ class EvaluationSteps:
     ) -> Any:
         if shape is None or len(sizes := self._policy.evaluation_sizes.micro_batches(shape)) == 1:
             return step(batch, *rest)
+        if not self._policy.batches.of(STAGES[phase]).splittable:
+            return step(batch, *rest)
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         check, whole = self._check(phase, _loader_of(rest)), lambda micro_batch: step(micro_batch, *rest)
         splitter, checks = self._policy.batches.splitter(STAGES[phase]), self._policy.batches.checks(STAGES[phase])
         own, likely = self._request(batch, shape), self._policy.splits.loss_rule
         # few rows may be alike where others are not
-        learn = partial(check.learn, whole, replace(own, micro_batch_size=own.rows), likely=likely)
+        of_all = replace(own, micro_batch_size=own.rows, micro_batches=own.sizes)
+        learn = partial(check.learn, whole, of_all, likely=likely)
         if checks:
-            check.look(whole, own, likely=likely)
+            check.look(whole, own, likely=likely, now=(self._trainer.current_epoch, rest[0] if rest else 0))
+            if check.compared < own.rows:
+                self._policy.notices.say_few_compared(check.compared, phase=phase)
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
@@ -164,7 +170,14 @@ class EvaluationSteps:
     def _request(self, batch: Any, shape: BatchShape) -> Request:
         sizes = self._policy.evaluation_sizes
         size = sizes.micro_batch_size(shape)
-        return Request(kwargs=OrderedDict(batch=batch), rows=shape.rows, unit=sizes.unit, micro_batch_size=size)
+        known = sizes.evidence.bounds(shape.elements)
+        return Request(
+            kwargs=OrderedDict(batch=batch),
+            rows=shape.rows,
+            unit=sizes.unit,
+            micro_batch_size=size,
+            failed=None if known is None else known[1],
+        )
 
     def _check(self, phase: str, loader: int) -> EvaluationCheck:
         """Return the check of a phase and data loader."""
@@ -174,7 +187,8 @@ class EvaluationSteps:
                 self._trainer,
                 rules=self._policy.batches.of(STAGES[phase]),
                 split=partial(self._policy.batches.splitter(STAGES[phase]).split, loader=loader),
-                predicts=phase == "predict",
+                phase=phase,
+                room=MeasuredRoom(self._policy.watch, self._module, self._trainer.strategy.root_device),
                 group=self._group,
             )
         return self._checks[key]

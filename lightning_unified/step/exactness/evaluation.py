@@ -4,8 +4,12 @@ These steps have no gradient to compare. The check runs some rows whole and in m
 written state. A check runs:
 
 1. before the first split batch of a stage, and before split batches 2, 4, 8, …;
-2. before a batch with new facts (`facts.profile`);
+2. before a batch with new facts (`facts.profile`), or with more rows than all before;
 3. if the step gave a result that no check has seen.
+
+It runs a few rows. The first check, those of a batch with more rows, of rows that share an id, of state with an entry for each row, and of a
+result that no check has seen, also compare all rows with the batch's own micro-batches, or as many as fit: a step may compute with a fixed
+number of rows (`z[:8]`, `losses.topk(10)`).
 
 Predictions must have one entry per row, in the order of the rows. A prediction is refused unless one concatenation is the only rule that
 fits, or all fitting rules give the same result.
@@ -22,15 +26,17 @@ import lightning as L
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS, CarriedRows
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, may_count, shares
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRuns, EvaluationTrial
+from lightning_unified.step.exactness.trials.evaluation_sizes import EvaluationSizes
 from lightning_unified.step.exactness.trials.learning import learn_results
-from lightning_unified.step.exactness.trials.refusals import refusal_of_state
-from lightning_unified.step.recovery.oom import caught
+from lightning_unified.step.exactness.trials.refusals import EVALUATION_HOOKS, refusal_of_predictions, refusal_of_state
+from lightning_unified.step.recovery.measured_room import MeasuredRoom
 from lightning_unified.step.results.merging import MicroBatchWeights, merged
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import all_values
@@ -39,8 +45,6 @@ __all__ = ["EvaluationCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_UNITS = 8  # units of rows in a check; judgement: enough for three unequal micro-batches
-_FEWEST = 3  # units that a check runs where they fit: two equal micro-batches do not distinguish weighted means
 _ROUNDING = 1e-6  # relative; the rounding of a mean of equal values
 
 
@@ -51,7 +55,8 @@ class EvaluationCheck:
         trainer: The Trainer that evaluates.
         rules: The rules that the module declares for its batches in this stage.
         split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
-        predicts: Whether the stage predicts. Micro-batches are then weighted by rows only.
+        phase: `"validation"`, `"test"` or `"predict"`. Micro-batches of predictions are weighted by rows only.
+        room: Tells whether more rows fit.
         group: The processes that run each check.
 
     Attributes:
@@ -66,37 +71,47 @@ class EvaluationCheck:
         *,
         rules: MicroBatchRules,
         split: Callable[..., Any],
-        predicts: bool,
+        phase: str,
+        room: MeasuredRoom,
         group: CheckGroup,
     ) -> None:
-        self._module, self._rules, self._predicts = trainer.lightning_module, rules, predicts
+        self._module, self._rules, self._phase = trainer.lightning_module, rules, phase
         self._group, self._runs = group, EvaluationRuns(trainer, split, group=group)
+        self._sizes = EvaluationSizes(self._runs, room, group)
         self.tables = Tables.of(rules.merge)
+        self._carried = CarriedRows(self.tables.written)
         self.rule = LossRule("rows")
         self._profiles = BatchProfiles()
-        self._batches = self._checked_at = 0
+        self._batches = self._checks = self._checked_at = 0
+        self._largest = 0  # rows of a checked batch
         self._rivals: dict[LossRule, set[str]] = {}  # each with the logs that it weights
         self._refuted: set[LossRule] = set()
         self.ambiguous: set[str] = set()
         self._said: set[str] = set()
 
-    def look(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule) -> None:
+    def look(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, now: tuple[int, int]) -> None:
         """Check a batch before it runs in micro-batches, if that is due.
 
         Args:
             step: Runs the stage's step on a batch.
             own: The whole batch.
             likely: The loss rule by which training weights micro-batches.
+            now: The epoch, and the number of the batch in it.
 
         Raises:
             SplitError: If the step fails on some rows only, or writes state that no rule merges.
         """
         self._batches += 1
-        own = replace(own, facts=facts_of(own.batch, own.rows) | {("micro-batches", "least", own.least)})
+        facts = facts_of(own.batch, own.rows) | self._carried.facts(now, own.rows)
+        own = replace(own, facts=facts | {("micro-batches", "least", own.least)})
+        news = self._profiles.news(own.facts)
+        if own.rows > self._largest or any(kind in OF_ALL_ROWS for _, kind, _ in news):
+            own = replace(own, micro_batches=own.sizes)
 
         def is_due() -> bool:
             is_scheduled = self._batches & (self._batches - 1) == 0 and self._checked_at != self._batches
-            return bool(self._profiles.news(own.facts)) or is_scheduled or not may_count(self.rule, own.batch)
+            has_news = bool(self._profiles.news(own.facts)) or own.rows > self._largest
+            return has_news or is_scheduled or not may_count(self.rule, own.batch)
 
         self.learn(step, own, likely=likely, is_due=is_due)
 
@@ -107,24 +122,33 @@ class EvaluationCheck:
         """
         is_done = has_checked = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
-            self._check(step, asked, likely)
+            known, learn = self.tables.paths, partial(self._learn, asked, likely)
+            units = self._agreed(partial(self._sizes.few, step, asked, learn))
+            # what few rows do alike, such as `x[:16]`, all rows may do in another way
+            is_new = self._group.anywhere(self._checks > 0 and not self.tables.paths <= known)
+            if units and (asked.micro_batches or is_new):
+                of_all = replace(asked, micro_batches=asked.micro_batches or asked.sizes)
+                self._agreed(partial(self._sizes.more, step, of_all, learn, done=units))
+            self._largest = max(self._largest, asked.rows)
             self._profiles.add(asked.facts)
-            self._checked_at, has_checked = self._batches, True
+            self._checked_at, has_checked, self._checks = self._batches, True, self._checks + 1
             is_done = is_done or asked is own
         return has_checked
 
-    def _check(self, step: Callable[[Any], Any], asked: Request, likely: LossRule) -> None:
-        unit, refusal = asked.unit, None
-        fewest = _FEWEST if asked.least == 1 else 3 * asked.least
-        units = min(max(asked.micro_batch_size // unit, fewest), _UNITS, asked.rows // unit)
-        while units >= 2 and refusal is None:
-            try:
-                if caught(partial(self._checked, step, asked, size=units * unit, likely=likely))[1] is None:
-                    break
-            except SplitError as error:
-                refusal = error
-            units = units // 2 if units > _FEWEST else units - 1
+    def _agreed(self, compare: Callable[[], int]) -> int:
+        """Return the result of `compare`, unless it or that of another process is a refusal."""
+        units, refusal = 0, None
+        try:
+            units = compare()
+        except SplitError as error:
+            refusal = error
         self._group.agreed("gradients are not compared" if refusal is None else refusal, ())
+        return units
+
+    @property
+    def compared(self) -> int:
+        """The rows of the largest comparison so far."""
+        return self._sizes.compared
 
     @property
     def draws(self) -> bool:
@@ -171,33 +195,21 @@ class EvaluationCheck:
 
     def refuse_guesses(self, returned: Sequence[Any], weights: MicroBatchWeights) -> None:
         """Raise `SplitError` if `guesses` finds any."""
+        table = self.tables.outputs
         for path, values in self.guesses(returned, weights).items():
-            name = type(self._module).__name__
-            where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
-            rule = "equal" if all(same(value, values[0]) for value in values[1:]) else "concatenate"
-            raise SplitError(
-                f"memory asks for splitting a batch of predictions, and {where} is not known to be one entry for each row: nothing puts the "
-                "predictions of micro-batches together for certain. Say how in configure_micro_batches: "
-                f'MicroBatchRules(merge=MergeRules(outputs={{{path!r}: "{rule}"}})); or use a smaller batch.'
-            )
+            fits = table.all_rules(path) if table.knows(path) else None
+            raise SplitError(refusal_of_predictions(type(self._module).__name__, path, values, weights.rows, fits=fits))
 
-    def _checked(self, step: Callable[[Any], Any], asked: Request, *, size: int, likely: LossRule) -> None:
-        with self._group.trial():
-            for trial in self._runs.trials(
-                step, asked.batch, rows=asked.rows, size=size, unit=asked.unit, least=asked.least
-            ):
-                self._learn(trial, self._weights(asked.batch, asked.rows, likely))
-
-    def _learn(self, trial: EvaluationTrial, rules: Sequence[LossRule]) -> None:
+    def _learn(self, asked: Request, likely: LossRule, trial: EvaluationTrial) -> None:
         """Learn merge rules from one split.
 
-        The loss rule is the first of `rules` with the fewest unmergeable logs and outputs. Others with as few are its rivals, unless an
+        The loss rule is the first one with the fewest unmergeable logs and outputs. Others with as few are its rivals, unless an
         earlier split refuted them or they weight no log.
         """
         sizes, tolerance = trial.sizes, Tolerance.of(trial.whole.formats).relative
         found: dict[tuple[float, ...], Tables] = {}
         fits: dict[LossRule, tuple[tuple[float, ...], Tables]] = {}
-        for rule in rules:
+        for rule in self._weights(asked.batch, asked.rows, likely):
             factors = self._shares(rule, trial.batches, sizes)
             if factors is None:
                 continue
@@ -215,7 +227,9 @@ class EvaluationCheck:
         weights = _weights(fits[self.rule][0], sizes)
         troubles = learn_results(self.tables, trial.whole, trial.runs, weights, tolerance=tolerance)
         if troubles:
-            raise SplitError(refusal_of_state(type(self._module).__name__, troubles))
+            raise SplitError(
+                refusal_of_state(type(self._module).__name__, troubles, hooks=EVALUATION_HOOKS[self._phase])
+            )
 
     def _shares(self, rule: LossRule, micro_batches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...] | None:
         """Return the shares of micro-batches by a rule; None if it does not apply to them."""
@@ -226,7 +240,7 @@ class EvaluationCheck:
             return None
 
     def _weights(self, batch: Any, rows: int, likely: LossRule) -> list[LossRule]:
-        if self._predicts:
+        if self._phase == "predict":
             return [LossRule("rows")]
         own = declared(self._rules)
         found = [rule for rule in (self.rule, own, likely, *candidates(batch, rows)) if rule is not None]

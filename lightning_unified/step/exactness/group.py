@@ -27,8 +27,9 @@ class Request:
         micro_batch_size: The rows of the largest micro-batch.
         facts: The facts about the batch for which the check is due.
         is_checked: Whether gradients of some rows of the batch are compared already.
-        micro_batches: The rows of each micro-batch in training, if the losses of all rows are to be compared too.
+        micro_batches: The rows of each micro-batch, if all rows are to be compared too.
         differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
+        failed: The fewest rows for which memory is known to run out; None where it is not.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -39,6 +40,7 @@ class Request:
     is_checked: bool = False
     micro_batches: Sequence[int] = ()
     differing: range = range(0)
+    failed: int | None = None
 
     @property
     def batch(self) -> Any:
@@ -47,7 +49,7 @@ class Request:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The rows of each micro-batch in training."""
+        """The rows of each micro-batch of the batch."""
         size = max(self.micro_batch_size // self.unit * self.unit, self.unit)
         return split_rows(self.rows, micro_batch_size=size, unit=self.unit)
 
@@ -57,7 +59,7 @@ class Request:
 
         A step may drop the dimension of a single row (`squeeze()`).
         """
-        return 1 if min(self.sizes) <= self.unit else 2
+        return 1 if min(self.micro_batches or self.sizes) <= self.unit else 2
 
 
 class CheckGroup:

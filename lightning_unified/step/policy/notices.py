@@ -8,6 +8,11 @@ __all__ = ["Notices"]
 log = logging.getLogger("lightning_unified")
 
 
+def _given(name: str) -> str:
+    """Return the argument of `MergeRules` for a value; outputs without a name have an empty path."""
+    return "..." if name else 'outputs={"": ...}'
+
+
 class Notices:
     """Writes each text to the log and to the run's events, the first time only."""
 
@@ -39,10 +44,19 @@ class Notices:
             phase: `"training"`, `"validation"`, `"test"` or `"predict"`.
         """
         for name in names:
+            named = f"{name!r}, logged, returned or updated by {phase}_step," if name else f"the output of {phase}_step"
             self.say(
-                f"{name!r}, logged, returned or updated by {phase}_step, is not the whole batch's where a batch is split: no rule merges the "
-                "micro-batches' values. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...))."
+                f"{named} is not the whole batch's where a batch is split: no rule merges the "
+                f"micro-batches' values. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules({_given(name)}))."
             )
+
+    def say_few_compared(self, rows: int, *, phase: str) -> None:
+        """Note once that checks of `phase` compare no more than `rows` rows of a batch."""
+        self.say(
+            f"checks of {phase}_step compare {rows} rows of a batch, and not all, as more are not known to fit: they do not see what the step does "
+            "with more rows only, or with the rows of the batch before.",
+            log.info,
+        )
 
     def say_ambiguous(self, names: Iterable[str], *, phase: str) -> None:
         """Warn once of each logged value that several weighted means fit, with different results.

@@ -344,5 +344,5 @@ def _refuse(path: str, _values: Sequence[Any]) -> Any:
 def _refusal(path: str) -> SplitError:
     return SplitError(
         f"the step writes {path}, and the values that micro-batches write no longer merge as in the checked batches; write it once a "
-        "batch, in on_train_batch_end, or declare MicroBatchRules(splittable=False)."
+        "batch, in on_train_batch_end or on_validation_batch_end, or declare MicroBatchRules(splittable=False)."
     )

@@ -64,6 +64,6 @@ class ResetRecord:
 def refusal_of_reset(path: str) -> SplitError:
     """Return the error for a metric that only some micro-batches of a batch reset."""
     return SplitError(
-        f"the step resets the metric {path} in some micro-batches of a batch and not in others; reset it in on_train_batch_end, or declare "
-        "MicroBatchRules(splittable=False)."
+        f"the step resets the metric {path} in some micro-batches of a batch and not in others; reset it in on_train_batch_end or "
+        "on_validation_batch_end, or declare MicroBatchRules(splittable=False)."
     )

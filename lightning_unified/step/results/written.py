@@ -276,7 +276,7 @@ def _has_fraction(value: Any) -> bool:
 def _put_back(change: Change) -> None:
     if change.before is None and change.kind == "tensor":
         raise SplitError(
-            f"the step writes {change.path} in place, which is too large to be copied for each micro-batch; write it in on_train_batch_end, "
-            "or declare MicroBatchRules(splittable=False)."
+            f"the step writes {change.path} in place, which is too large to be copied for each micro-batch; write it in on_train_batch_end or "
+            "on_validation_batch_end, or declare MicroBatchRules(splittable=False)."
         )
     change.put(change.before)

@@ -9,9 +9,10 @@ import lightning as L
 from lightning_unified.errors import RankError, SplitError, UndoError
 from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
 from lightning_unified.step.exactness.group import CheckGroup
-from lightning_unified.step.exactness.rows import splits_of, starts_of, window
+from lightning_unified.step.exactness.rows import starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
+from lightning_unified.step.exactness.trials.run import without_tf32
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.results.written import drawn_unequally
 
@@ -54,9 +55,24 @@ class EvaluationRuns:
         self.has_drawn = False
 
     def trials(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, least: int
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        rows: int,
+        size: int,
+        unit: int,
+        splits: Sequence[Sequence[int]],
     ) -> Iterator[EvaluationTrial]:
         """Run `size` rows of a batch whole, and yield a trial for each split of these rows.
+
+        Args:
+            step: Runs the stage's step on a batch.
+            batch: The whole batch.
+            rows: The number of rows of the batch.
+            size: The number of rows to run.
+            unit: The number of rows that a split keeps together.
+            splits: The rows of each micro-batch, for one or more splits.
 
         Raises:
             SplitError: If the step fails on some rows only.
@@ -72,8 +88,7 @@ class EvaluationRuns:
                 raise error from None  # the whole batch fails too: raise the user's error
             raise
         self.has_drawn |= recorded.has_drawn or whole.draws_on_host
-        for units in splits_of(size // unit, least=least):
-            sizes = [unit * one for one in units]
+        for sizes in splits:
             places = list(zip(starts_of(sizes), sizes, strict=True))
             batches = [self._split(batch, start + first, start + first + one, rows=rows) for first, one in places]
             runs = []
@@ -117,6 +132,6 @@ class EvaluationRuns:
     def _run(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode) -> Results:
         own = copied(batch)
         with aside(self._trainer, self._trainer._results, draws) as gather:
-            with self._group.passes(), draws:
+            with self._group.passes(), draws, without_tf32():
                 returned = step(own)
             return gather(returned)

@@ -1,14 +1,18 @@
 """Errors of trials and their messages: each names the module, the difference, and the ways out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isfinite
+from typing import Any, get_args
 
 from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import NamedMerge
 
 __all__ = [
+    "EVALUATION_HOOKS",
     "failure_on_rows",
     "refusal_of_existence",
     "refusal_of_gradients",
+    "refusal_of_predictions",
     "refusal_of_renormed",
     "refusal_of_state",
     "refusal_of_switches",
@@ -85,18 +89,73 @@ def refusal_of_existence(whose: str, rows: int, parameter: str, *, is_of_whole: 
     )
 
 
-def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
+TRAINING_HOOKS = "on_train_batch_end or on_before_zero_grad"
+EVALUATION_HOOKS = {
+    "validation": "on_validation_batch_end",
+    "test": "on_test_batch_end",
+    "predict": "on_predict_batch_end",
+}  # hooks that run once a batch, by phase
+
+
+def refusal_of_state(whose: str, paths: Sequence[str], *, hooks: str = TRAINING_HOOKS) -> str:
     """Return the error message for a module whose step writes state that no rule merges.
 
     Args:
         whose: The name of the module's class.
         paths: The paths of that state.
+        hooks: The names of the hooks that run once a batch.
     """
     return (
-        f"{whose} writes {', '.join(paths[:3])} in its step, and micro-batches write other values than the whole batch. Write it once a batch: in "
-        "on_train_batch_end or on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
+        f"{whose} writes {', '.join(paths[:3])} in its step, and micro-batches write other values than the whole batch. Write it once a batch: "
+        f"in {hooks}; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
         "split all the same."
     )
+
+
+def refusal_of_predictions(
+    whose: str, path: str, values: Sequence[Any], rows: Sequence[int], *, fits: Collection[str] | None
+) -> str:
+    """Return the error message for predictions that no rule puts together for certain.
+
+    Args:
+        whose: The name of the module's class.
+        path: The path of the predictions in what the step returns; empty for all of it.
+        values: The value of each micro-batch.
+        rows: The rows of each micro-batch.
+        fits: The rules that fit all checks; None if no check has seen the predictions.
+    """
+    given = f"in configure_micro_batches: MicroBatchRules(merge=MergeRules(outputs={{{path!r}: …}}))"
+    whole = "run batches whole: with a larger evaluation_micro_batch_size or budget, MicroBatchRules(splittable=False), or smaller batches"
+    names = sorted({one.removesuffix(" 0") for one in fits or ()} & set(get_args(NamedMerge)))
+    has_rows = all(_length(value) == count for value, count in zip(values, rows, strict=True))
+    if names:
+        hint = f"Of the rules that fit so far, {' and '.join(map(repr, names))}, give the one that holds for every batch, {given}; or {whole}."
+    elif fits is None and has_rows:
+        hint = f'If each entry depends on its own row only, say "concatenate" {given}; else {whole}.'
+    elif fits is None:
+        hint = f"Return one entry for each row; or say how values merge, {given}; or {whole}."
+    elif has_rows:
+        hint = (
+            "Its rows get other values in the whole batch, or none: these depend on other rows, on the number of rows or on earlier batches. No "
+            f"rule is right for that; {whole}."
+        )
+    else:
+        hint = (
+            f"No rule gives the value of the whole batch: it is of all rows together. Return one entry for each row; or {whole}; or, if it follows "
+            f"from the values of micro-batches and their numbers of rows, give a function of the two, {given}."
+        )
+    where = f"what {whose}.predict_step returns" + (f" at {path!r}" if path else "")
+    return (
+        f"memory asks for splitting a batch of predictions, and {where} is not known to be one entry for each row: nothing puts the predictions "
+        f"of micro-batches together for certain. {hint}"
+    )
+
+
+def _length(value: Any) -> int | None:
+    """Return the number of entries of a tensor, array or list along its first dimension."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    return next(iter(getattr(value, "shape", ())), None)
 
 
 def refusal_of_updates(whose: str, parameter: str) -> SplitError:

@@ -36,7 +36,7 @@ from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
 
-__all__ = ["Run", "Runner"]
+__all__ = ["Run", "Runner", "without_tf32"]
 
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
 
@@ -218,7 +218,7 @@ class Runner:
         strategy = self._trainer.strategy
         plugin = strategy._precision_plugin
         with ExitStack() as undo:
-            undo.enter_context(_without_tf32())
+            undo.enter_context(without_tf32())
             if "torch._dynamo" in sys.modules:  # compiled code hides random draws from the mode
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             if self.leaves_out_autocast:
@@ -228,7 +228,7 @@ class Runner:
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Compute float32 in float32 inside the block.
 
     torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises an error.
