@@ -12,7 +12,7 @@ from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.rows import starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
-from lightning_unified.step.exactness.trials.run import without_tf32
+from lightning_unified.step.exactness.trials.run import has_autocast, precise
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.results.written import drawn_unequally
 
@@ -52,7 +52,7 @@ class EvaluationRuns:
 
     def __init__(self, trainer: L.Trainer, split: Callable[..., Any], *, group: CheckGroup) -> None:
         self._trainer, self._split, self._group = trainer, split, group
-        self.has_drawn = False
+        self.has_drawn = self._keeps_autocast = False
 
     def trials(
         self,
@@ -79,9 +79,8 @@ class EvaluationRuns:
         """
         start = window(batch, rows=rows, size=size, unit=unit)
         own = self._split(batch, start, start + size, rows=rows) if size < rows else batch
-        recorded = RecordDraws()
         try:
-            whole = self._run_rows(step, own, recorded, rows=size, of=rows)
+            whole, recorded = self._whole(step, own, rows=size, of=rows)
         except SplitError as refusal:
             error = self._failure(step, batch)
             if error is not None and type(error) is type(refusal.__cause__):
@@ -97,6 +96,22 @@ class EvaluationRuns:
                 runs.append(self._run_rows(step, micro_batch, replay, rows=one, of=size))
             self.has_drawn |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
             yield EvaluationTrial(batch=own, whole=whole, sizes=sizes, batches=batches, runs=runs)
+
+    def _whole(self, step: Callable[[Any], Any], batch: Any, *, rows: int, of: int) -> tuple[Results, RecordDraws]:
+        """Run the step on `rows` of `of` rows; return the results and the draws.
+
+        A step that fails without autocast runs with it.
+        """
+        recorded = RecordDraws()
+        if not has_autocast(self._trainer) or self._keeps_autocast:
+            return self._run_rows(step, batch, recorded, rows=rows, of=of), recorded
+        try:
+            return self._run(step, batch, recorded), recorded
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, (UndoError, RankError)):
+                raise
+            self._keeps_autocast = True
+        return self._whole(step, batch, rows=rows, of=of)
 
     def _run_rows(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode, *, rows: int, of: int) -> Results:
         """Run the step on `rows` of `of` rows.
@@ -132,6 +147,6 @@ class EvaluationRuns:
     def _run(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode) -> Results:
         own = copied(batch)
         with aside(self._trainer, self._trainer._results, draws) as gather:
-            with self._group.passes(), draws, without_tf32():
+            with self._group.passes(), draws, precise(self._trainer, keeps_autocast=self._keeps_autocast):
                 returned = step(own)
             return gather(returned)

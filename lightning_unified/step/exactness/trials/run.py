@@ -3,7 +3,7 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
 
-__all__ = ["Run", "Runner", "without_tf32"]
+__all__ = ["Run", "Runner", "has_autocast", "precise"]
 
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
 
@@ -210,25 +210,34 @@ class Runner:
     @property
     def leaves_out_autocast(self) -> bool:
         """Whether the check runs the step without autocast, although it trains with autocast."""
-        return isinstance(self._trainer.strategy._precision_plugin, MixedPrecision) and not self.keeps_autocast
+        return has_autocast(self._trainer) and not self.keeps_autocast
 
-    @contextmanager
-    def _precise(self) -> Iterator[None]:
-        """Compute in the parameters' own format: without autocast, and without TF32."""
-        strategy = self._trainer.strategy
-        plugin = strategy._precision_plugin
-        with ExitStack() as undo:
-            undo.enter_context(without_tf32())
-            if "torch._dynamo" in sys.modules:  # compiled code hides random draws from the mode
-                undo.enter_context(torch.compiler.set_stance("force_eager"))
-            if self.leaves_out_autocast:
-                undo.callback(setattr, strategy, "_precision_plugin", plugin)
-                strategy._precision_plugin = Precision()
-            yield
+    def _precise(self) -> AbstractContextManager[None]:
+        return precise(self._trainer, keeps_autocast=self.keeps_autocast)
+
+
+def has_autocast(trainer: L.Trainer) -> bool:
+    """Return whether steps run with autocast."""
+    return isinstance(trainer.strategy._precision_plugin, MixedPrecision)
 
 
 @contextmanager
-def without_tf32() -> Iterator[None]:
+def precise(trainer: L.Trainer, *, keeps_autocast: bool) -> Iterator[None]:
+    """Compute in the parameters' own format: without autocast, unless it is kept, and without TF32."""
+    strategy = trainer.strategy
+    plugin = strategy._precision_plugin
+    with ExitStack() as undo:
+        undo.enter_context(_without_tf32())
+        if "torch._dynamo" in sys.modules:  # compiled code hides random draws from the mode
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        if has_autocast(trainer) and not keeps_autocast:
+            undo.callback(setattr, strategy, "_precision_plugin", plugin)
+            strategy._precision_plugin = Precision()
+        yield
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
     """Compute float32 in float32 inside the block.
 
     torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises an error.

@@ -47,9 +47,9 @@ def loader(*batches):
     return DataLoader(data, batch_size=None)
 
 
-def trainer(strategy):
+def trainer(strategy, **options):
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(accelerator="cpu", strategy=strategy, **off)
+    return L.Trainer(accelerator="cpu", strategy=strategy, **off, **options)
 
 
 def predicted(module, *batches, micro=5):
@@ -264,3 +264,31 @@ def test_batches_that_are_not_splittable_run_whole_in_an_evaluation(ran):
     trainer(UnifiedStrategy(evaluation_micro_batch_size=5, micro_batches=rules)).predict(Net(), loader(24))
 
     assert ran == [24]
+
+
+class Classes(Net):
+    """Returns the class of each row, which rounding may change."""
+
+    def predict_step(self, batch, batch_idx):
+        return self.out(batch).argmax(1)
+
+
+@pytest.mark.parametrize("needs_autocast", [False, True])
+def test_an_evaluation_with_autocast_is_compared_without_where_it_can(needs_autocast, monkeypatch):
+    formats, linear = [], nn.Linear.forward
+
+    def noted(self, x):
+        out = linear(self, x)
+        formats.append(out.dtype)
+        if needs_autocast and out.dtype == torch.float32:
+            raise RuntimeError("expected scalar type BFloat16")
+        return out
+
+    monkeypatch.setattr(nn.Linear, "forward", noted)
+    strategy = UnifiedStrategy(evaluation_micro_batch_size=12)
+    out = trainer(strategy, precision="bf16-mixed").predict(Classes(), loader(24))
+
+    assert [len(one) for one in out] == [24]
+    checks = formats[:-2]
+    assert formats[-2:] == [torch.bfloat16] * 2
+    assert set(checks[needs_autocast:]) == {torch.bfloat16 if needs_autocast else torch.float32}
