@@ -4,6 +4,9 @@ from collections.abc import Collection, Sequence
 from math import isfinite
 from typing import Any, get_args
 
+import numpy as np
+from torch import Tensor
+
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import NamedMerge
 
@@ -128,6 +131,11 @@ def refusal_of_predictions(
     whole = "run batches whole: with a larger evaluation_micro_batch_size or budget, MicroBatchRules(splittable=False), or smaller batches"
     names = sorted({one.removesuffix(" 0") for one in fits or ()} & set(get_args(NamedMerge)))
     has_rows = all(_length(value) == count for value, count in zip(values, rows, strict=True))
+    rounding = (
+        f' Where rounding alone changes such integers, as classes of rows whose largest values are close, say "concatenate" {given}.'
+        if all(map(_are_integers, values))
+        else ""
+    )
     if names:
         hint = f"Of the rules that fit so far, {' and '.join(map(repr, names))}, give the one that holds for every batch, {given}; or {whole}."
     elif fits is None and has_rows:
@@ -137,7 +145,7 @@ def refusal_of_predictions(
     elif has_rows:
         hint = (
             "Its rows get other values in the whole batch, or none: these depend on other rows, on the number of rows or on earlier batches. No "
-            f"rule is right for that; {whole}."
+            f"rule is right for that; {whole}.{rounding}"
         )
     else:
         hint = (
@@ -156,6 +164,15 @@ def _length(value: Any) -> int | None:
     if isinstance(value, (list, tuple)):
         return len(value)
     return next(iter(getattr(value, "shape", ())), None)
+
+
+def _are_integers(value: Any) -> bool:
+    """Return whether the entries of a tensor, an array or a list are integers, which may be classes."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(one, int) for one in value)
+    if isinstance(value, Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, np.ndarray) and value.dtype.kind in "iub"
 
 
 def refusal_of_updates(whose: str, parameter: str) -> SplitError:

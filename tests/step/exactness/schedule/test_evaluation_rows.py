@@ -225,6 +225,17 @@ def test_a_refused_prediction_of_rows_that_see_each_other_names_no_rule():
     assert "MergeRules" not in text
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.Tensor.numpy, torch.Tensor.tolist])
+def test_a_refused_prediction_of_classes_says_what_rounding_does(kind):
+    text = hint(lambda out: kind((out - out.mean(0)).argmax(1)))
+
+    assert "Where rounding alone changes such integers, as classes of rows whose largest values are close" in text
+
+
+def test_a_refused_prediction_in_16_bits_has_a_hint():
+    assert "these depend on other rows" in hint(lambda out: out.bfloat16().softmax(0))
+
+
 def test_a_refused_prediction_is_given_the_rules_that_fit():
     text = hint(lambda out: {"best": out.max()})
 
