@@ -235,7 +235,7 @@ class FirstValidation:
             self.reason = f"not predicted: {error}"
             return
         self.prediction, self.reason = found.prediction, found.reason
-        if found.refused is not None and shape is not None:
+        if found.refused is not None and shape is not None and self._policy.batches.of("validate").splittable:
             sizes.plan(shape, micro_batch_size=found.prediction.rows, refused=found.refused, room_bytes=watch.bytes)
             self._has_split = True
             self._policy.events.append(f"validation planned: {found.reason}")

@@ -306,7 +306,7 @@ def test_predictions_by_row_are_those_of_whole_batches(name):
 
 @first_cells(2, "name", GUESSED)
 def test_predictions_that_are_not_by_row_are_refused_not_guessed(name):
-    with pytest.raises(SplitError, match=r"Predicts\.predict_step returns .*MergeRules\(outputs="):
+    with pytest.raises(SplitError, match=r"Predicts\.predict_step returns .*is not known to be .*MicroBatchRules\("):
         run(predicting(GUESSED[name]), "predict", split=True)
 
 
