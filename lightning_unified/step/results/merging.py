@@ -82,7 +82,9 @@ def _figure(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
             stacked = torch.stack(list(values))
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
         return (max if rule == "max" else min)(values)
-    return _total(_summands(rule, values, weights))
+    total = _total(_summands(rule, values, weights))
+    # NumPy's arithmetic makes a number of an array without dimensions, such as `loss.detach().numpy()`
+    return np.asarray(total) if isinstance(values[0], np.ndarray) else total
 
 
 def _summands(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Sequence[Any]:

@@ -129,6 +129,8 @@ FOUND = {
     "a number": (lambda x: float(x.sum()), "sum"),
     "names": (lambda x: [f"row {int(v * 1e6)}" for v in x[:, 0]], "concatenate 0"),
     "an array": (lambda x: x.numpy() * 2, "concatenate 0"),
+    "an array without dimensions": (lambda x: x.mean().numpy(), "mean"),
+    "a sum in an array without dimensions": (lambda x: x.sum().numpy(), "sum"),
     "a norm": (lambda x: x.norm(), None),
     "a median": (lambda x: x[:, 0].median(), None),
     "a root of a mean": (lambda x: x.pow(2).mean().sqrt(), None),
@@ -154,7 +156,7 @@ def test_a_mean_over_terms_and_one_over_rows_are_told_apart():
     assert fitting(values, torch.tensor(25 / 8), BY_TERMS, tolerance=1e-6) == {"mean of rows"}
 
 
-@pytest.mark.parametrize("made", [float, torch.tensor, np.float64, lambda value: np.array([value])])
+@pytest.mark.parametrize("made", [float, torch.tensor, np.float64, np.array, lambda value: np.array([value])])
 @pytest.mark.parametrize("rule", ["sum", "mean", "mean of rows"])
 def test_rounding_is_relative_to_summands_that_cancel(made, rule):
     weights = {"sum": [1.0, 1.0, 1.0], "mean": [4 / 9, 2 / 9, 3 / 9], "mean of rows": [1 / 8, 2 / 8, 5 / 8]}[rule]
