@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.step.undo.cells import Cell, ListCell, LongCell, Path, path_text
+from lightning_unified.step.undo.hooks import numbers_of_handles
 from lightning_unified.step.undo.states import set_state, state_of
 from lightning_unified.step.undo.tensors import version_of
 from lightning_unified.step.undo.walk import FoundTensor
@@ -77,7 +78,18 @@ def _changes(noted: Noted, copied: Iterable[tuple[FoundTensor, Tensor]]) -> list
     held: list[tuple[FoundTensor, None]] = []
     if noted.tensors is not None and (moved := noted.tensors.moved()):
         held = [(entry, None) for entry in noted.tensors.held if entry.slot in moved]
-    return [*_changed_cells(noted), *_changed_tensors(noted, [*copied, *held]), *_changed_values(noted)]
+    found = [*_changed_cells(noted), *_changed_tensors(noted, [*copied, *held]), *_changed_values(noted)]
+    return [*found, *_registered_hooks(noted, found)]
+
+
+def _registered_hooks(noted: Noted, others: Iterable[Change]) -> Iterator[Change]:
+    """Yield the hooks that the step has registered, as their number, which equal steps have in common.
+
+    A handle that the step keeps differs between equal steps, so it stays as the first micro-batch left it; and so does its hook.
+    """
+    held = frozenset(number for one in others for number in numbers_of_handles(one.after))
+    for one in noted.hooks.registered(apart_from=held):
+        yield Change(one.path, "entry", 0, len(one), one.put)
 
 
 def _changed_cells(noted: Noted) -> Iterator[Change]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import UndoError
-from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
+from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, NamesCell, Path, SlotsCell, path_text
+from lightning_unified.step.undo.hooks import NotedHooks
 from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
 from lightning_unified.step.undo.kinds import Kind, holds_iterators
 from lightning_unified.step.undo.optimizers import OptimizerStateCell
@@ -50,7 +51,7 @@ class StateWatch:
         self._still: StillCells | None = None
         self._found = Found()
         self._changing: dict[int, Any] = {}
-        self._modules: dict[int, nn.Module] = {}
+        self._modules: dict[int, tuple[nn.Module, Path]] = {}
         self._known: set[int] = set()
         self._trained: set[int] = set()
         self._named: frozenset[str] = frozenset()
@@ -79,6 +80,7 @@ class StateWatch:
             changing,
             noted,
             iterators=NotedIterators(changing.iterators, replaced),
+            hooks=NotedHooks(self._modules.values()),
             metric_paths=self._metrics.keys(),
         )
 
@@ -130,7 +132,7 @@ class StateWatch:
             module, path = met.pop()
             walk.found.modules.clear()
             if id(module) not in self._modules:
-                self._modules[id(module)] = module
+                self._modules[id(module)] = (module, path)
                 if isinstance(module, Metric):
                     self._metrics[path_text(path)] = module
                 walk.module(module, path)
@@ -140,9 +142,9 @@ class StateWatch:
                 others = others.cells(walk.found.deferred).found.modules
                 met += [one for one in others if id(one[0]) not in self._modules]
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
-        owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)
+        owned = (vars(module).get(name) for module, _ in self._modules.values() for name in _DICTS)
         empty = [entries for entries in owned if isinstance(entries, dict) and not entries]
-        hooks = [vars(module)[name] for module in self._modules.values() for name in HOOKS if name in vars(module)]
+        hooks = [vars(module)[name] for module, _ in self._modules.values() for name in HOOKS if name in vars(module)]
         empty += [one for one in hooks if not one]
         counted = [*roots.parameters, *filter(None, hooks)]
         self._still = StillCells(self._found.cells, empty=empty, counted=counted)
@@ -171,6 +173,7 @@ class Noted:
         changing: The cells and values that are recorded before every step.
         tensors: The tensors' values; None where they are not recorded.
         iterators: Iterators, as `iterators` keeps them.
+        hooks: The hooks of modules, as `hooks` keeps them.
         metric_paths: Paths of torchmetrics objects.
 
     Attributes:
@@ -186,12 +189,13 @@ class Noted:
         tensors: NotedTensors | None,
         *,
         iterators: NotedIterators,
+        hooks: NotedHooks,
         metric_paths: Collection[str] = (),
     ) -> None:
         self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells
         self.states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
-        self.iterators = iterators
+        self.iterators, self.hooks = iterators, hooks
         small = (one for one in (*scanned.arrays, *changing.arrays) if one[0].nbytes <= _SMALL_ARRAY)
         self.arrays = [(array, array.copy(), path) for array, path, _ in small]
 
@@ -218,6 +222,7 @@ class Noted:
         Raises:
             UndoError: If something changed that cannot be restored; everything else has been restored by then.
         """
+        self.hooks.remove()
         self._still.restore()
         errors: list[UndoError] = []
         for cell, contents in self._cells:
