@@ -70,25 +70,27 @@ class LastAgreement:
 
     Args:
         step: The number of optimizer steps; -1 before the first agreeing check.
+        batch: The number of split batches.
         checkpoint: The path of the checkpoint; empty without one.
     """
 
     step: int = -1
+    batch: int = 0
     checkpoint: str = ""
 
     @classmethod
-    def now(cls, trainer: L.Trainer) -> "LastAgreement":
-        """Return a record of an agreeing check at the present step."""
+    def now(cls, trainer: L.Trainer, batch: int) -> "LastAgreement":
+        """Return a record of an agreeing check of the split batch number `batch`, at the present step."""
         written = [
             (callback._last_global_step_saved, callback._last_checkpoint_saved)
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint) and callback._last_checkpoint_saved
         ]
-        return cls(trainer.global_step, max(written, default=(0, ""))[1])
+        return cls(trainer.global_step, batch, max(written, default=(0, ""))[1])
 
-    def since(self, step: int) -> str:
-        """Return a sentence about batches split since then, before `step`; empty without any."""
-        if self.step < 0 or step <= self.step:
+    def since(self, step: int, batch: int) -> str:
+        """Return a sentence about batches split since then, before number `batch` at `step`; empty without any."""
+        if self.step < 0 or step <= self.step or batch <= self.batch + 1:
             return ""
         path = self.checkpoint
         is_left = bool(path) and get_filesystem(path).exists(path)

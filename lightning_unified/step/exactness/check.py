@@ -296,7 +296,7 @@ class ExactnessCheck:
             most=most,
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
-            since=self._last.since(self._trainer.global_step),
+            since=self._last.since(self._trainer.global_step, self._batches),
             micro_batches=asked.micro_batches,
             differing=asked.differing,
             ignored=self.host_figures.ignored,
@@ -345,6 +345,6 @@ class ExactnessCheck:
             return range(0)
         self._undecided, self._thin = 0, self._thin + 1 if found.is_thin and self._is_thin else 0
         self._agreed.add(found)
-        self._last = LastAgreement.now(self._trainer)
+        self._last = LastAgreement.now(self._trainer, self._batches)
         self._verdict = Verdict.found(found, self._unmergeable)
         return range(found.first, found.first + found.rows)

@@ -6,7 +6,7 @@ The tests cover the remaining candidates, the kept state, and rules that weight 
 import torch
 
 from lightning_unified import MicroBatchRules
-from lightning_unified.step.exactness.agreement import AgreedRules
+from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
 from lightning_unified.step.exactness.losses import LossRule, Terms
 from lightning_unified.step.exactness.trials.judge import Findings
 
@@ -61,3 +61,10 @@ def test_a_checkpoint_restores_rules_unless_the_declaration_changed():
     assert same.state_dict() == state
     assert not other.load_state_dict(state)
     assert other.agreeing == []
+
+
+def test_only_batches_split_between_an_agreement_and_a_refusal_are_suspect():
+    last = LastAgreement(step=3, batch=4)
+
+    assert last.since(4, 5) == ""
+    assert "up to step 3 agreed; the first that may have been updated inexactly is step 4" in last.since(5, 6)
