@@ -1,13 +1,14 @@
 """Find parameters that a step writes, freezes or unfreezes after it has used them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["NotedShards", "UsedWeights", "used_otherwise"]
 
@@ -15,7 +16,9 @@ _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pas
 
 
 class UsedWeights:
-    """Notes the trained parameters of each layer inside the block, when its first forward pass ends.
+    """Notes the trained parameters inside the block, when they are first used.
+
+    Those of a layer are used when its first forward pass ends; those of the module itself, such as a temperature, in an operation.
 
     A whole batch's step writes them once, after its forward pass: weight clipping, a projection, an optimizer in a gradient hook that writes
     `.data`. A split batch would compute its later micro-batches with the written weights. Writes before a layer's forward pass, such as a
@@ -30,6 +33,7 @@ class UsedWeights:
     def __init__(self, module: nn.Module, *, is_whole: bool) -> None:
         self._module, self._is_whole = module, is_whole
         self._handles: list[Any] = []
+        self._others, self._modes = _FirstUses(), ExitStack()
         self._used: dict[nn.Module, tuple[list[Tensor], list[float]]] = {}
         self._trained: dict[nn.Module, list[bool]] = {}
         self._switches_before: dict[int, bool] = {}
@@ -40,6 +44,10 @@ class UsedWeights:
         with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
             own = list(filter(_is_trained, self._module.parameters())) if self._is_whole else []
             self._norms_before = dict(zip(map(id, own), _norms(own), strict=True))
+            alone = _of_no_layer(self._module)
+            self._others.watch(one for one in own if id(one) in alone)
+        if self._others.watches:  # else operations run as they do outside, down to the places that warnings name
+            self._modes.enter_context(self._others)
         for layer in self._module.modules():
             # an embedding with max_norm writes in each pass, and TorchScript takes no hooks
             if _own(layer) and not getattr(layer, "max_norm", None) and not isinstance(layer, torch.jit.ScriptModule):
@@ -49,6 +57,7 @@ class UsedWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._modes.close()
         for handle in self._handles:
             handle.remove()
 
@@ -73,8 +82,54 @@ class UsedWeights:
     def written(self) -> Tensor | None:
         """A parameter that was written since, for longer than the step; None without one."""
         changed = [one for own, before in self._used.values() for one in _changed(own, before)]
+        known = {id(one) for own, _ in self._used.values() for one in own}
+        others = [pair for pair in self._others.found if id(pair[0]) not in known]
+        changed += _changed([one for one, _ in others], [float(norm) for _, norm in others])
         # no norm is -1: a parameter whose norm before the step is unknown has changed
         return next(_changed(changed, [self._norms_before.get(id(one), -1.0) for one in changed]), None)
+
+
+class _FirstUses(TorchFunctionMode):
+    """Notes the norms of parameters when an operation that autograd records first reads them.
+
+    Attributes:
+        found: The parameters, each with its norm then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: set[int] = set()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Look for uses of these parameters."""
+        self._waiting = set(map(id, parameters))
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is a parameter to look for."""
+        return bool(self._waiting)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        if self._waiting and torch.is_grad_enabled() and _reads(func, result):
+            for one in (*args, *(kwargs or {}).values()):
+                for each in one if isinstance(one, (list, tuple)) else (one,):
+                    if id(each) in self._waiting:
+                        self._waiting.discard(id(each))
+                        self.found.append((each, _norm(each).double()))
+        return result
+
+
+def _reads(func: Any, result: Any) -> bool:
+    """Return whether an operation is recorded by autograd and writes nothing in place."""
+    name = getattr(func, "__name__", "_")
+    writes = (name.endswith("_") and not name.startswith("__")) or name in ("__get__", "__set__")
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    return not writes and any(isinstance(one, Tensor) and one.requires_grad for one in results)
 
 
 class NotedShards:
@@ -132,6 +187,15 @@ def _rows(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _of_no_layer(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters of the module itself and of parameter lists.
+
+    No call of a layer tells of their use.
+    """
+    owners = [one for one in module.modules() if one is module or isinstance(one, (nn.ParameterList, nn.ParameterDict))]
+    return {id(parameter) for owner in owners for parameter in _own(owner)}
+
+
 def _own(layer: nn.Module) -> list[Tensor]:
     return [one for one in layer._parameters.values() if one is not None]
 
@@ -144,11 +208,13 @@ def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad and not parameter.is_meta and bool(parameter.numel())
 
 
+def _norm(parameter: Tensor) -> Tensor:
+    # 16-bit norms are too coarse
+    wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else None
+    return torch.linalg.vector_norm(parameter.detach(), dtype=wide)
+
+
 def _norms(parameters: Sequence[Tensor]) -> list[float]:
     with torch.no_grad():
-        # 16-bit norms are too coarse
-        wide = [torch.float32 if one.dtype in (torch.float16, torch.bfloat16) else None for one in parameters]
-        norms = [
-            torch.linalg.vector_norm(one.detach(), dtype=dtype) for one, dtype in zip(parameters, wide, strict=True)
-        ]
+        norms = [_norm(one) for one in parameters]
         return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
