@@ -15,6 +15,7 @@ from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradien
 from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.outside_writes import OutsideWrites
+from lightning_unified.step.loop.small_parameters import SmallParameters
 from lightning_unified.step.loop.split_results import SplitResults
 
 __all__ = ["SplitBatch", "WholeBatch"]
@@ -89,11 +90,13 @@ class SplitBatch:
         self._outside, self._is_checked = outside, is_checked
         self._see_graph, self._see_bends = see_graph, see_bends
         self._graph, self._bends, self._levels = None, LossBends(), levels
+        self._small = SmallParameters(self._parameters if is_checked else ())
 
     def begin(self) -> None:
         """Start over."""
         self._merging.begin()
         self._outside.begin()
+        self._small.begin()
         self._graph: GraphFact | None = None
         self._bends: LossBends | None = LossBends(self._levels)
 
@@ -117,6 +120,8 @@ class SplitBatch:
             with self._outside.micro_batch(index):
                 output = self._steps[index]()
         self._note(index, output)
+        if index == 0:
+            self._small.note()
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
             output.loss = None
@@ -178,7 +183,9 @@ class SplitBatch:
         bends, self._bends = self._bends, None
         if bends is not None and self._is_checked:
             bends.add_written(self._merging.written_numbers())
-            with self._merging.state_before():
+            places = self._small.written()
+            bends.add_parameters(places)
+            with self._merging.state_before(), self._small.as_before() if places else nullcontext():
                 self._see_bends(bends)
         self._merging.settle(self._weighting.weights)
 

@@ -53,6 +53,7 @@ class LossBends:
         self._graphs: list[GraphFact] = []
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
         self._written: Mapping[str, Sequence[Any]] = {}  # numbers of all micro-batches
+        self._parameters: Sequence[int] = ()
         self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
 
@@ -80,6 +81,10 @@ class LossBends:
     def add_written(self, numbers: Mapping[str, Sequence[Any]]) -> None:
         """Note numbers that the micro-batches have written, by name, after the last micro-batch."""
         self._written = numbers
+
+    def add_parameters(self, places: Sequence[int]) -> None:
+        """Note the parameters that the step has written, by their places among the trained ones."""
+        self._parameters = places
 
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
         """Begin the transfer of figures on a CUDA device to the host, and return all figures.
@@ -136,6 +141,7 @@ class LossBends:
             for place, (name, values) in enumerate(zip(names, columns, strict=True)):
                 if (noted := _noted(name, values, counts)) is not None:
                     facts.add(("the loss", "bends", (graph, place, name, *noted)))
+        facts.update(("the step", "writes a parameter", place) for place in self._parameters)
         return frozenset({*facts, *self._facts_of_numbers(figures)})
 
     def _facts_of_numbers(self, figures: Sequence[Sequence[tuple[float, ...]]]) -> Iterator[Fact]:
