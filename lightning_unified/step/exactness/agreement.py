@@ -80,7 +80,7 @@ class LastAgreement:
 
     @classmethod
     def now(cls, trainer: L.Trainer, batch: int) -> "LastAgreement":
-        """Return a record of an agreeing check of the split batch number `batch`, at the present step."""
+        """Return a record of an agreeing check of split batch number `batch`."""
         written = [
             (callback._last_global_step_saved, callback._last_checkpoint_saved)
             for callback in trainer.checkpoint_callbacks
@@ -89,7 +89,7 @@ class LastAgreement:
         return cls(trainer.global_step, batch, max(written, default=(0, ""))[1])
 
     def since(self, step: int, batch: int) -> str:
-        """Return a sentence about batches split since then, before number `batch` at `step`; empty without any."""
+        """Return a sentence about batches split since then; empty without any before `batch`."""
         if self.step < 0 or step <= self.step or batch <= self.batch + 1:
             return ""
         path = self.checkpoint

@@ -83,7 +83,7 @@ def _changes(noted: Noted, copied: Iterable[tuple[FoundTensor, Tensor]]) -> list
 
 
 def _registered_hooks(noted: Noted, others: Iterable[Change]) -> Iterator[Change]:
-    """Yield the hooks that the step has registered, as their number, which equal steps have in common.
+    """Yield how many hooks the step has registered, the same for equal steps.
 
     A handle that the step keeps differs between equal steps, so it stays as the first micro-batch left it; and so does its hook.
     """

@@ -1,4 +1,4 @@
-"""Hooks that a step registers once run once, though the step is checked, split and repeated."""
+"""Hooks that a step registers once run once, in split and repeated steps too."""
 
 import lightning as L
 import pytest

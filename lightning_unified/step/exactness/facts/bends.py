@@ -83,7 +83,7 @@ class LossBends:
         self._written = numbers
 
     def add_parameters(self, places: Sequence[int]) -> None:
-        """Note the parameters that the step has written, by their places among the trained ones."""
+        """Note the written parameters, by their places among the trained ones."""
         self._parameters = places
 
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
