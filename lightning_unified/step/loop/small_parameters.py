@@ -65,7 +65,7 @@ class SmallParameters:
 
     def _values(self) -> list[Tensor]:
         """Return copies of the values, one tensor for each device and format."""
-        return [torch.cat([one.detach().flatten() for _, one in group]).clone() for group in self._groups]
+        return [torch.cat([one.detach().flatten() for _, one in group]) for group in self._groups]
 
     def _put(self, values: Sequence[Tensor]) -> None:
         for group, flat in zip(self._groups, values, strict=True):
@@ -74,5 +74,5 @@ class SmallParameters:
 
 
 def _is_small(parameter: Tensor) -> bool:
-    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta
-    return is_plain and 0 < parameter.numel() <= _LARGEST
+    is_small = 0 < parameter.numel() <= _LARGEST  # first, because few are
+    return is_small and type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta

@@ -17,6 +17,17 @@ from lightning_unified.step.undo.kinds import is_skipped
 __all__ = ["HookDict", "NotedHooks", "numbers_of_handles"]
 
 _DEEPEST = 3  # levels of containers in which handles are looked for
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_MODULES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 class HookDict:
@@ -68,19 +79,24 @@ class NotedHooks:
         if RemovableHandle.next_id == self._first:
             return
         for module, path in self._modules:
-            for owner, place in _owners(module, path):
-                yield from self._of(owner, place, apart_from)
+            yield from self._of(module, path, apart_from)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+                    yield from self._of(parameter, (path, name, "attribute"), apart_from)
 
     def _of(self, owner: nn.Module | Tensor, path: Path, apart_from: frozenset[int]) -> Iterator[HookDict]:
-        named = _dicts_of(owner)
-        for name, hooks in named.items():
+        held = vars(owner) if isinstance(owner, nn.Module) else {name: getattr(owner, name) for name in _OF_PARAMETERS}
+        for name in _OF_MODULES if isinstance(owner, nn.Module) else _OF_PARAMETERS:
+            hooks = held.get(name)
+            if not hooks:  # nearly all
+                continue
             new = [
                 number
                 for number, hook in hooks.items()
                 if number >= self._first and number not in apart_from and callable(hook) and not _is_of_engine(hook)
             ]
             if new:
-                others = [one for other, one in named.items() if other.startswith(f"{name}_")]
+                others = [one for other, one in held.items() if other.startswith(f"{name}_") and isinstance(one, dict)]
                 yield HookDict(path_text((path, name, "attribute")), hooks, others, new)
 
     def remove(self) -> None:
@@ -96,21 +112,6 @@ def numbers_of_handles(value: Any, depth: int = 0) -> Iterator[int]:
     elif depth < _DEEPEST and isinstance(value, (list, tuple, set, dict)):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from numbers_of_handles(entry, depth + 1)
-
-
-def _owners(module: nn.Module, path: Path) -> Iterator[tuple[nn.Module | Tensor, Path]]:
-    yield module, path
-    for name, parameter in module.named_parameters(recurse=False):
-        yield parameter, (path, name, "attribute")
-
-
-def _dicts_of(owner: nn.Module | Tensor) -> dict[str, dict[int, Any]]:
-    """Return the dicts of hooks, and of flags of hooks, by name."""
-    if isinstance(owner, Tensor):
-        found = {name: getattr(owner, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
-    else:
-        found = {name: held for name, held in vars(owner).items() if "_hooks" in name}
-    return {name: held for name, held in found.items() if isinstance(held, dict)}
 
 
 def _is_of_engine(hook: Any) -> bool:
