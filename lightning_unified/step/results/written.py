@@ -182,10 +182,10 @@ class WrittenOverMicroBatches:
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the writes that some rule merges, for `finish` to merge them; the others stay."""
+        """Take back the writes that some rule merges or no check has seen, for `finish`; the others stay."""
         changes = list(changes)
-        new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if len(self._writes) == 1:
+            new = list(filter(self._is_new, changes))
             back = changes if new else [one for one in changes if self._merges(one)]
             for one in back:
                 _put_back(one)
@@ -195,7 +195,7 @@ class WrittenOverMicroBatches:
                     one.put(one.after)
             return
         for one in changes:
-            if self._merges(one):
+            if self._merges(one) or self._is_new(one):
                 _put_back(one)
 
     def numbers(self) -> dict[str, list[Any]]:
@@ -208,7 +208,8 @@ class WrittenOverMicroBatches:
     @contextmanager
     def state_before(self) -> Iterator[None]:
         """Take back the writes of the last micro-batch inside the block."""
-        changes = [one for one in (self._writes[-1].values() if self._writes else ()) if self._merges(one)]
+        last = self._writes[-1].values() if self._writes else ()
+        changes = [one for one in last if self._merges(one) or self._is_new(one)]
         for one in changes:
             _put_back(one)
         yield
@@ -219,21 +220,28 @@ class WrittenOverMicroBatches:
         """Return whether some rule merges this change."""
         return change.kind == "members" or is_mergeable(self._table, change.path)
 
+    def _is_new(self, change: Change) -> bool:
+        """Return whether no check has seen such a write."""
+        return not (change.kind == "members" or is_known(self._table, change.path, change.before))
+
     def finish(self, weights: MicroBatchWeights) -> None:
         """Write the whole batch's values.
 
-        Where micro-batches wrote different values although checked batches had equal ones, such as a count that was always 0, the batch is
-        checked first.
+        The batch is checked first where micro-batches wrote different values although checked batches had equal ones, such as a count that was
+        always 0, and where another than the first micro-batch wrote something new.
 
         Raises:
             SplitError: If no rule merges the values after that check.
         """
         whole = {path: self._merged(path, weights) for path in self._paths}
-        failing = [path for path, value in whole.items() if isinstance(value, SplitError)]
+        written = {path: self._change(path) for writes in self._writes for path in writes}
+        new = [path for path, change in written.items() if self._is_new(change)]
+        failing = [*new, *(path for path, value in whole.items() if isinstance(value, SplitError))]
         with self.state_before() if failing else nullcontext():
             self._learn(self._table, failing, self._table.knows)
         for path in failing:
-            whole[path] = self._merged(path, weights)
+            merges = path not in new or self._merges(written[path])
+            whole[path] = self._merged(path, weights) if merges else self._last_written(path)
         for path, value in whole.items():
             if isinstance(value, SplitError):
                 raise value
@@ -255,6 +263,10 @@ class WrittenOverMicroBatches:
     def _change(self, path: str) -> Change:
         """Return the first micro-batch's change at a path."""
         return next(writes[path] for writes in self._writes if path in writes)
+
+    def _last_written(self, path: str) -> Any:
+        """Return the last value that a micro-batch wrote at a path."""
+        return next(writes[path].after for writes in reversed(self._writes) if path in writes)
 
     def _merged(self, path: str, weights: MicroBatchWeights) -> Any:
         """Return the whole batch's value at a path; a `SplitError` if the rules do not apply."""
