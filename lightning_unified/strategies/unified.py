@@ -65,7 +65,7 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
             it writes. Costs their bytes once more, and time.
         micro_batches: Rules for splitting batches, for a module you do not own. They replace all that the module's
             `configure_micro_batches` returns. Worker processes get them only if they can be pickled.
-        batch_norm: The reaction when a batch must be split and the module has BatchNorm in train mode: `"refuse"`, or `"micro"` to accept
+        batch_norm: The reaction when a batch must be split and the module runs BatchNorm in train mode: `"refuse"`, or `"micro"` to accept
             statistics of each micro-batch. `MicroBatchRules(batch_norm=…)` takes precedence.
         check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
             intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results

@@ -165,7 +165,7 @@ class ExactnessCheck:
             | self._module_facts.now()
             | self._outside_facts.now()
             | self._carried.facts(now, own.rows)
-            | {("micro-batches", "least", own.least)}
+            | {("micro-batches", "least", own.least), ("micro-batches", "allow BatchNorm", own.allows_batch_norm)}
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -185,13 +185,8 @@ class ExactnessCheck:
             return None
         self.tables.load_state_dict(state)
         rule = self._agreed.agreeing[0]
-        return Verdict(
-            rule=rule,
-            conclusive=True,
-            reason=f"{rule.name}: found by the run that this one continues",
-            noise=state["noise"],
-            unmergeable=self._unmergeable,
-        )
+        why = f"{rule.name}: found by the run that this one continues"
+        return Verdict(rule=rule, conclusive=True, reason=why, noise=state["noise"], unmergeable=self._unmergeable)
 
     def learn_more(
         self, own: Request, table: MergeTable, paths: Sequence[str], decides: Callable[[str], bool]
@@ -286,6 +281,7 @@ class ExactnessCheck:
         return self._agreed.give_other_shares(micro_batches, sizes)
 
     def _new_check(self, asked: Request) -> Check:
+        self._runner.allows_batch_norm = asked.allows_batch_norm
         most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
         return Check(
             kwargs=asked.kwargs,
@@ -339,6 +335,7 @@ class ExactnessCheck:
         found, rules = self._findings(asked)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
+            self._runner.require_known_batch_norm()
             self._undecided += 1
             if self._verdict is None or not self._verdict.conclusive:
                 self._verdict = self._recalled() or Verdict.unchecked(likeliest(rules), found, self._unmergeable)

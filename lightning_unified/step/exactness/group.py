@@ -30,6 +30,7 @@ class Request:
         micro_batches: The rows of each micro-batch, if all rows are to be compared too.
         differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
         failed: The fewest rows for which memory is known to run out; None where it is not.
+        allows_batch_norm: Whether BatchNorm may run with statistics of the batch: the user accepts it, or the batch runs whole.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -41,6 +42,7 @@ class Request:
     micro_batches: Sequence[int] = ()
     differing: range = range(0)
     failed: int | None = None
+    allows_batch_norm: bool = False
 
     @property
     def batch(self) -> Any:

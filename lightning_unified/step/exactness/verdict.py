@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 import lightning as L
 from torch import nn
@@ -11,7 +14,14 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 
-__all__ = ["Verdict", "batch_norms_of", "refuse_batch_norm", "refuse_counting_embeddings"]
+__all__ = [
+    "BatchNormsThatMix",
+    "Verdict",
+    "batch_norms_of",
+    "refusal_of_batch_norms",
+    "refuse_batch_norm",
+    "refuse_counting_embeddings",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,24 +57,70 @@ class Verdict:
         return cls(rule=rule, conclusive=False, reason=f"{rule.name}, unchecked: {why}", unmergeable=unmergeable)
 
 
-def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[str] = ()) -> None:
-    """Raise `SplitError` if `module` has BatchNorm in train mode.
+class BatchNormsThatMix:
+    """Notes the BatchNorm layers that run with statistics of the batch inside the block.
 
-    The statistics of such layers are those of the rows that run at once.
+    A step may put layers into eval mode before it runs them, or not run them. So the modes before the step do not tell.
+
+    Args:
+        module: The module whose step runs.
+
+    Attributes:
+        names: The names of these layers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._handles = module, list[Any]()
+        self.names: list[str] = []
+
+    def __enter__(self) -> Self:
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, _BatchNorm):
+                self._handles.append(layer.register_forward_pre_hook(partial(self._note, name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the module has BatchNorm layers."""
+        return bool(self._handles)
+
+    def _note(self, name: str, layer: Any, _arguments: Any) -> None:
+        mixes = layer.training or (layer.running_mean is None and layer.running_var is None)
+        if mixes and name not in self.names:
+            self.names.append(name)
+
+
+def refuse_batch_norm(module: L.LightningModule, *, within: Sequence[str] = ()) -> None:
+    """Raise `SplitError` if `module` has BatchNorm in train mode, whether or not its step runs these layers.
 
     Args:
         module: The module.
-        rows: The number of rows of the batch.
         within: The names of the submodules that run in row chunks; empty if the whole module does.
     """
     norms = _norms_in_training(module)
     norms = [name for name in norms if not within or any(f"{name}.".startswith(f"{one}.") for one in within)]
     if norms:
-        raise SplitError(
-            f"{type(module).__name__} has BatchNorm in train mode ({norms[0]} and {len(norms) - 1} more): its statistics are of the rows run "
-            f'at once, so a batch of {rows} rows cannot be split exactly. Accept statistics per micro-batch with batch_norm="micro", use '
-            "GroupNorm, put these layers in eval mode, or raise the budget."
-        )
+        raise refusal_of_batch_norms(type(module).__name__, norms)
+
+
+def refusal_of_batch_norms(whose: str, norms: Sequence[str]) -> SplitError:
+    """Return the error for BatchNorm layers with statistics of the rows that run at once.
+
+    Args:
+        whose: The name of the module's class.
+        norms: The names of the layers.
+    """
+    return SplitError(
+        f"{whose} has BatchNorm in train mode ({norms[0]} and {len(norms) - 1} more): its statistics are of the rows run at once, so "
+        'batches cannot be split exactly. Accept statistics per micro-batch with batch_norm="micro", use GroupNorm, put these layers in '
+        "eval mode, or raise the budget."
+    )
 
 
 def batch_norms_of(module: L.LightningModule) -> tuple[str, ...]:

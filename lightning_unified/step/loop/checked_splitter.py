@@ -128,12 +128,14 @@ class CheckedSplitter:
         shape = None if sizes.runs_whole else self.splitter.require_shape(batch)
         if shape is None or len(rows := sizes.micro_batches(shape)) == 1:
             return WholeBatch(whole)
-        policy.splits.require(shape.rows, micro_batch_size=sizes.micro_batch_size(shape))
+        checks_norms = self._is_checked and self._encoders is None
+        policy.splits.require(shape.rows, micro_batch_size=sizes.micro_batch_size(shape), checks_norms=checks_norms)
         if self._encoders is not None:
             return WholeBatch(partial(self._encoders.run, whole, rows=max(rows), most=policy.most_chunks))
         try:
             self.splitter.require_rows(batch, shape.rows)
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
+            policy.splits.has_idle_norms = checks_norms
         except SplitError as refusal:
             self.before_refusal()
             if policy.sizing.goes_whole(refusal):
@@ -160,7 +162,9 @@ class CheckedSplitter:
                 results=self._trainer.fit_loop.epoch_loop._results,
                 metrics=self._metrics(),
                 state=self._written if self._is_checked else None,
-                ignored=batch_norms_of(self._trainer.lightning_module),
+                ignored=batch_norms_of(self._trainer.lightning_module)
+                if self._policy.splits.accepts_batch_norm
+                else (),
                 learn=_then(partial(self._learn_more, kwargs, shape), keeps),
             ),
             parameters=list(self._trainer.lightning_module.parameters()),
@@ -207,14 +211,23 @@ class CheckedSplitter:
                 "MicroBatchRules(loss_weight=…), the number of terms that the loss is a mean over."
             )
 
-    def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
+    def _require_exact(
+        self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int, is_whole: bool = False
+    ) -> None:
         """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""
         if self._is_checked:
-            self._policy.splits.record(self.check.verdict(self._request(kwargs, shape), batch_idx=batch_idx))
+            own = self._request(kwargs, shape, is_whole=is_whole)
+            self._policy.splits.record(self.check.verdict(own, batch_idx=batch_idx))
 
-    def _request(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape) -> Request:
+    def _request(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, is_whole: bool = False) -> Request:
         sizes = self._policy.sizes
-        return Request(kwargs=kwargs, rows=shape.rows, unit=sizes.unit, micro_batch_size=sizes.micro_batch_size(shape))
+        return Request(
+            kwargs=kwargs,
+            rows=shape.rows,
+            unit=sizes.unit,
+            micro_batch_size=sizes.micro_batch_size(shape),
+            allows_batch_norm=is_whole or self._policy.splits.accepts_batch_norm,
+        )
 
     def _learn_more(
         self,
@@ -271,7 +284,7 @@ class CheckedSplitter:
         """Find the loss rule of a batch that may run whole; a batch without two units says nothing of it."""
         batch, least = next(iter(kwargs.values())), 2 * self._policy.sizes.unit
         if shape is not None and shape.rows >= least and self.splitter.refusal(batch, shape.rows) is None:
-            self._require_exact(kwargs, shape, batch_idx=batch_idx)
+            self._require_exact(kwargs, shape, batch_idx=batch_idx, is_whole=True)
             return
         found = self.check.attend(Request(kwargs=kwargs, rows=1, unit=1, micro_batch_size=1))
         if found is not None:

@@ -34,6 +34,7 @@ class SplitApproval:
 
     Attributes:
         verdict: The last verdict of the exactness check; None before the first check.
+        has_idle_norms: Whether checks of split batches run the BatchNorm layers and have found none in train mode.
         refusal: Why batches run whole from now on; None where they may be split.
     """
 
@@ -59,9 +60,22 @@ class SplitApproval:
         self._module = module
         self.verdict: Verdict | None = None
         self.refusal: SplitError | None = None
+        self.has_idle_norms = False
 
-    def require(self, rows: int, *, micro_batch_size: int) -> None:
-        """Raise `SplitError` if a batch cannot be split exactly, by the rules or by a check."""
+    @property
+    def accepts_batch_norm(self) -> bool:
+        """Whether BatchNorm in train mode may have statistics of micro-batches."""
+        return (self._batches.of("fit").batch_norm or self._batch_norm) == "micro"
+
+    def require(self, rows: int, *, micro_batch_size: int, checks_norms: bool = False) -> None:
+        """Raise `SplitError` if a batch cannot be split exactly, by the rules or by a check.
+
+        Args:
+            rows: The number of rows of the batch.
+            micro_batch_size: The rows of its largest micro-batch.
+            checks_norms: Whether a check of the batch follows, which refuses the BatchNorm layers that run in train mode. Otherwise their
+                modes before the step decide.
+        """
         module = self._module
         assert module is not None
         if self.refusal is not None:
@@ -74,8 +88,9 @@ class SplitApproval:
             )
         if self._batches.checks("fit"):
             refuse_counting_embeddings(module)
-        if (rules.batch_norm or self._batch_norm) == "refuse":
-            refuse_batch_norm(module, rows=rows, within=rules.encoders)
+        if not self.accepts_batch_norm:
+            if not (checks_norms or self.has_idle_norms):
+                refuse_batch_norm(module, within=rules.encoders)
         elif batch_norms_of(module):
             self._notices.say(
                 'BatchNorm\'s statistics are those of micro-batches where a batch is split, as batch_norm="micro" accepts.',

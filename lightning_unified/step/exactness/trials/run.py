@@ -5,13 +5,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_unified.errors import RankError
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
@@ -30,6 +31,7 @@ from lightning_unified.step.exactness.trials.refusals import (
 )
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
 from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights, used_otherwise
+from lightning_unified.step.exactness.verdict import BatchNormsThatMix, refusal_of_batch_norms, refuse_batch_norm
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.renormed import RenormedRows
@@ -66,6 +68,7 @@ class Runner:
         module: The module whose step runs.
         keeps_autocast: Whether the step runs with autocast, because it fails without it.
         draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
+        allows_batch_norm: Whether BatchNorm may mix rows in training; runs then have it in eval mode.
         counters: The counters of the run's progress that the step reads.
         ignored_labels: The labels that losses of the step ignore.
     """
@@ -75,7 +78,7 @@ class Runner:
     ) -> None:
         self._trainer, self._step, self._group = trainer, step, group
         self.module = trainer.lightning_module
-        self.keeps_autocast = self.draws_in_eval = False
+        self.keeps_autocast = self.draws_in_eval = self.allows_batch_norm = self._has_run = False
         self.counters = Counters()
         self.ignored_labels: set[int] = set()
         self._sampled: list[Tensor] = []
@@ -86,6 +89,23 @@ class Runner:
     def has_dropout(self) -> bool:
         """Whether a layer of the module, in train mode, applies dropout."""
         return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self.module.modules())
+
+    def require_known_batch_norm(self) -> None:
+        """Raise `SplitError` for BatchNorm in train mode if no run came to its end, so that it may mix rows."""
+        if not self.allows_batch_norm and self.anywhere(not self._has_run):
+            refuse_batch_norm(self.module)
+
+    def _is_in_eval(self, child: nn.Module, *, is_quiet: bool) -> bool:
+        """Return whether a child of the module is in eval mode in a run."""
+        return self.allows_batch_norm if is_batch_norm(child) else is_quiet and draws_or_mixes(child)
+
+    def _refuse(self, norms: BatchNormsThatMix) -> None:
+        """Raise `SplitError` if BatchNorm layers mixed rows in a run and may not."""
+        if self.allows_batch_norm:
+            return
+        if norms.has_layers and self.anywhere(bool(norms.names)):
+            raise refusal_of_batch_norms(type(self.module).__name__, norms.names or ["on another rank"])
+        self._has_run = True
 
     @property
     def device(self) -> torch.device:
@@ -106,15 +126,16 @@ class Runner:
         """
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
-        in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
-        self._renormed = RenormedRows()
+        in_eval = partial(self._is_in_eval, is_quiet=isinstance(draws, NoDraws))
+        norms, self._renormed = BatchNormsThatMix(self.module), RenormedRows()
         undone = aside(self._trainer, results, draws, in_eval=in_eval, state=self._state, renormed=self._renormed)
         with self._precise(), undone as gather:
             parameters = parameters_of_step(self._trainer)
             scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
             shards = None if self._group.has_whole_parameters else NotedShards(parameters)
-            with self._group.passes(), torch.enable_grad():
+            with norms, self._group.passes(), torch.enable_grad():
                 result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
+            self._refuse(norms)
             after = None if shards is None else shards.written
             if self.anywhere(after is not None):
                 name = "rows of another rank" if after is None else self._named(after)
@@ -170,11 +191,12 @@ class Runner:
             if self.draws_in_eval:
                 stack.enter_context(equal_host_draws(self.module))
             stack.enter_context(self._precise())
-            gather = stack.enter_context(
-                aside(self._trainer, collection, draws, in_eval=draws_or_mixes, state=self._state)
-            )
-            with self._group.passes(), torch.no_grad(), draws:
+            in_eval = partial(self._is_in_eval, is_quiet=True)
+            gather = stack.enter_context(aside(self._trainer, collection, draws, in_eval=in_eval, state=self._state))
+            norms = BatchNormsThatMix(self.module)
+            with norms, self._group.passes(), torch.no_grad(), draws:
                 result = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own}))
+            self._refuse(norms)
             loss = result.closure_loss
             return None if loss is None else loss.detach(), gather(result.extra)
 
@@ -185,7 +207,7 @@ class Runner:
         """
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
-        undone = Undone(self._trainer, in_eval=is_batch_norm)
+        undone = Undone(self._trainer, in_eval=partial(self._is_in_eval, is_quiet=False))
         try:
             with undone, self._group.passes(), torch.no_grad():
                 self._step(OrderedDict(kwargs, **{key: own}))
