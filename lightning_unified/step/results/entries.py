@@ -28,7 +28,7 @@ from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry"]
+__all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry", "refusal_of_merge"]
 
 UNWRITTEN = object()  # stands for a value that a run did not write
 _ALONE = "as written"
@@ -103,23 +103,23 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
         if len(written) == 1:
             return written[0]
         if (adds and _are_whole_numbers(written)) or (joins and all(same(one, written[0]) for one in written)):
-            raise _refusal(path)
+            raise refusal_of_merge(path)
         if not joins:
             return merged("equal", written, weights)
     is_compared = before is not ABSENT and table.knows(path) and not (adds and table.all_rules(_added(path)) == {"sum"})
     if is_compared and not table.decides(path, _filled(values, before), weights):
-        raise _refusal(path)
+        raise refusal_of_merge(path)
     last = last_writes(before, _filled(values, before)) if keeps_last_writes(table, path) else None
     if adds and table.rule(path) != "equal":
         change = sum(changes[1:], changes[0])
         total = change if before is ABSENT else before + change
         if last is not None and not same(last, total, tolerance=1e-5):  # two micro-batches write an entry
-            raise _refusal(path)
+            raise refusal_of_merge(path)
         return total if last is None else last
     if last is not None and table.rule(path) is None:
         return last
     if before is ABSENT and len(written) < len(values):
-        raise _refusal(path)
+        raise refusal_of_merge(path)
     return merge_tree(table, _filled(values, before), weights, fallback=_refuse, path=path)
 
 
@@ -338,10 +338,10 @@ def _alone(path: str) -> str:
 
 
 def _refuse(path: str, _values: Sequence[Any]) -> Any:
-    raise _refusal(path)
+    raise refusal_of_merge(path)
 
 
-def _refusal(path: str) -> SplitError:
+def refusal_of_merge(path: str) -> SplitError:
     return SplitError(
         f"the step writes {path}, and the values that micro-batches write no longer merge as in the checked batches; write it once a "
         "batch, in on_train_batch_end or on_validation_batch_end, or declare MicroBatchRules(splittable=False)."

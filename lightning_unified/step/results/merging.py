@@ -219,9 +219,9 @@ class MergeTable:
         self._fits = {path: frozenset(rules) for path, rules in state["fits"].items() if path not in self.given}
         self.unmergeable = set(state["unmergeable"]) - set(self.given)
 
-    def note(self, path: str, rule: str) -> None:
-        """Set the only rule for `path`, one that is not inferred from values."""
-        self._fits[path] = frozenset({rule})
+    def note(self, path: str, *rules: str) -> None:
+        """Set the only rules for `path`, which are not inferred from values."""
+        self._fits[path] = frozenset(rules)
 
     def reject(self, path: str) -> None:
         """Record that no rule merges the values at `path`.

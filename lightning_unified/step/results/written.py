@@ -12,6 +12,7 @@ are merged by a rule that the exactness check has found:
 | an entry that only one micro-batch writes | `self.losses[sample] = loss` | as written |
 | the members that micro-batches add to a set | `self.seen.update(samples)` | the union |
 | a dict or set that the step creates | `self.cache = {}` | entry by entry |
+| the quotient of two numbers beside it | `self.average = self.sum / self.count` | the quotient of the merged numbers |
 | the merged tails that micro-batches append | `self.outputs.append(loss)` | a rule for each entry |
 
 Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them. One is the
@@ -20,16 +21,25 @@ differently, such as a time.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.entries import UNWRITTEN, is_known, is_mergeable, learn_entry, merge_entry
+from lightning_unified.step.results.entries import (
+    UNWRITTEN,
+    is_known,
+    is_mergeable,
+    learn_entry,
+    merge_entry,
+    refusal_of_merge,
+)
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.quotients import has_quotient, learn_quotient, quotient_of
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
@@ -45,6 +55,10 @@ __all__ = [
     "with_states_of",
     "written_since",
 ]
+
+
+_LARGEST = 1e300  # of numbers that may be quotients; larger whole numbers are no floating-point numbers
+_MEANS = ("mean", "mean of rows")  # an average of all batches is a mean in the first batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +102,27 @@ def learn_written(
         else:
             after, *values = [UNWRITTEN if one is None else one.after for one in writes]
             troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
-    return troubles
+    return _without_quotients(table, troubles, [whole, *runs])
+
+
+def _without_quotients(table: MergeTable, troubles: Sequence[str], runs: Sequence[Written]) -> list[str]:
+    """Learn which numbers are quotients of others; return `troubles` without them."""
+    left, numbers = list(troubles), _numbers_of(runs)
+    for path in numbers[0]:
+        if path in troubles or has_quotient(table, path) or table.rule(path) in _MEANS:
+            is_quotient = learn_quotient(table, path, numbers)
+            if is_quotient and path in left:
+                table.unmergeable.discard(path)
+                left.remove(path)
+    return left
+
+
+def _numbers_of(runs: Sequence[Mapping[str, Write | Change]]) -> list[dict[str, float]]:
+    """Return the numbers that each run leaves at the paths that some of them write, and that hold numbers in all."""
+    written = {path: write for run in runs for path, write in run.items()}
+    left = [{path: run[path].after if path in run else one.before for path, one in written.items()} for run in runs]
+    paths = [path for path in written if all(_is_number(one[path]) for one in left)]
+    return [{path: float(one[path]) for path in paths} for one in left]
 
 
 def differing(one: Written, other: Written) -> set[str]:
@@ -218,7 +252,8 @@ class WrittenOverMicroBatches:
 
     def _merges(self, change: Change) -> bool:
         """Return whether some rule merges this change."""
-        return change.kind == "members" or is_mergeable(self._table, change.path)
+        path = change.path
+        return change.kind == "members" or is_mergeable(self._table, path) or has_quotient(self._table, path)
 
     def _is_new(self, change: Change) -> bool:
         """Return whether no check has seen such a write."""
@@ -270,14 +305,29 @@ class WrittenOverMicroBatches:
 
     def _merged(self, path: str, weights: MicroBatchWeights) -> Any:
         """Return the whole batch's value at a path; a `SplitError` if the rules do not apply."""
+        try:
+            if not has_quotient(self._table, path):
+                return self._by_rule(path, weights)
+            # the two numbers by rules of their own: in the first batch, each number of a meter may be a quotient of others
+            merged = partial(self._by_rule, weights=weights)
+            quotient = quotient_of(self._table, path, _numbers_of(self._writes), merged, self._change(path).after)
+            value = self._by_rule(path, weights) if is_mergeable(self._table, path) else quotient
+            return value if same(value, quotient, tolerance=1e-5) else refusal_of_merge(path)
+        except SplitError as refusal:
+            return refusal
+
+    def _by_rule(self, path: str, weights: MicroBatchWeights) -> Any:
         known, changes = self._change(path), [writes.get(path) for writes in self._writes]
         if known.kind == "members":
             return set().union(known.before, *(one.after for one in changes if one is not None))
         values = [UNWRITTEN if one is None else one.after for one in changes]
-        try:
-            return merge_entry(self._table, path, known.before, values, weights)
-        except SplitError as refusal:
-            return refusal
+        return merge_entry(self._table, path, known.before, values, weights)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _has_fraction(value: Any) -> bool:
