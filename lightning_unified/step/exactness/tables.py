@@ -1,13 +1,14 @@
 """The merge rules of one stage: outputs, logs, metrics and written state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_unified.micro_batches import MergeRules
+from lightning_unified.step.results.entries import note_alone
 from lightning_unified.step.results.merging import MergeTable
 
-__all__ = ["Tables"]
+__all__ = ["Tables", "owner_of"]
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Tables:
         metrics: The rules for the states of torchmetrics objects.
         written: The rules for buffers, frozen parameters and attributes that the step writes.
         joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
+        sized: The paths of dicts to which micro-batches add entries under their own number of rows.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -29,6 +31,7 @@ class Tables:
     metrics: MergeTable = field(default_factory=MergeTable)
     written: MergeTable = field(default_factory=MergeTable)
     joins: dict[str, bool] = field(default_factory=dict)
+    sized: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -49,13 +52,24 @@ class Tables:
     def _inferred(self) -> dict[str, MergeTable]:
         return {name: table for name, table in vars(self).items() if isinstance(table, MergeTable)}
 
+    def note_sized(self, paths: Iterable[str]) -> None:
+        """Record that entries of dicts belong to caches by number of rows, which each micro-batch fills."""
+        for path in paths:
+            self.sized.add(owner_of(path))
+            note_alone(self.written, path)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the inferred rules, for a checkpoint."""
         tables = {name: table.state_dict() for name, table in self._inferred.items()}
-        return {"tables": tables, "joins": dict(self.joins)}
+        return {"tables": tables, "joins": dict(self.joins), "sized": sorted(self.sized)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the rules that another run inferred."""
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
-        self.joins = dict(state["joins"])
+        self.joins, self.sized = dict(state["joins"]), set(state.get("sized", ()))
+
+
+def owner_of(path: str) -> str:
+    """Return the path of the dict that holds the entry at `path`."""
+    return path.rsplit("[", 1)[0]

@@ -150,6 +150,7 @@ class CheckedSplitter:
 
     def _micro_batches(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: list[int]) -> SplitBatch:
         key, batch = next(iter(kwargs.items()))
+        self._policy.notices.say_sized(self.check.tables.sized)
         micro_batches = self.splitter.micro_batches(batch, rows)
         weighting = partial(self._weighting, batch, micro_batches, rows)
         used = weighting()

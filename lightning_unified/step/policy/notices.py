@@ -92,6 +92,14 @@ class Notices:
         """
         self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
 
+    def say_sized(self, paths: Iterable[str]) -> None:
+        """Warn once of each dict to which micro-batches add entries under their own number of rows."""
+        for path in sorted(paths):
+            self.say(
+                f"{path} gets entries for the rows of micro-batches where a batch is split, not for those of the batch. Use it as a cache only: "
+                "its entries must depend on nothing but the number of rows."
+            )
+
     def say_rewritten(self, names: Iterable[str]) -> None:
         """Warn once of each trained parameter that a failed step wrote before the optimizer."""
         for name in names:

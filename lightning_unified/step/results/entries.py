@@ -28,7 +28,7 @@ from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry", "refusal_of_merge"]
+__all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry", "note_alone", "refusal_of_merge"]
 
 UNWRITTEN = object()  # stands for a value that a run did not write
 _ALONE = "as written"
@@ -64,7 +64,7 @@ def learn_entry(
     is_partial = whole is not UNWRITTEN and 0 < len(written) < len(values)
     is_alone = is_partial and all(same(one, whole, tolerance=tolerance) for one in written)
     if is_alone and not table.knows(_alone(path)):
-        table.note(_alone(path), _ALONE)
+        note_alone(table, path)
     if before is ABSENT and len(written) < len(values):
         lacks = True
     else:
@@ -73,9 +73,8 @@ def learn_entry(
         if _is_step_of_two(before, filled[1:]):
             adds = adds and not _steps_add_up_by_chance(table, path, before, filled[1])
             lacks = table.drop(path, {"max", "min"}) or lacks
-    if (
-        is_partial and not is_alone and (adds or not lacks)
-    ):  # some micro-batches wrote, and a value differs from the whole's
+    # some micro-batches wrote, and a value differs from the whole's
+    if is_partial and not is_alone and (adds or not lacks):
         table.reject(_alone(path))
         table.unmergeable.discard(_alone(path))
     if adds or keeps_last_writes(table, path) or (is_alone and table.rule(_alone(path)) == _ALONE):
@@ -121,6 +120,11 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
     if before is ABSENT and len(written) < len(values):
         raise refusal_of_merge(path)
     return merge_tree(table, _filled(values, before), weights, fallback=_refuse, path=path)
+
+
+def note_alone(table: MergeTable, path: str) -> None:
+    """Record that what one micro-batch writes at `path` stays, or at other entries of the same dict."""
+    table.note(_alone(path), _ALONE)
 
 
 def is_known(table: MergeTable, path: str, before: Any) -> bool:
@@ -226,8 +230,7 @@ def _learn_made(
     troubles = []
     for name in _names(_written(values)):
         whole, *others = [UNWRITTEN if one is UNWRITTEN else one.get(name, UNWRITTEN) for one in values]
-        at = _item(path, name)
-        troubles += learn_entry(table, at, ABSENT, whole, others, weights, tolerance=tolerance)
+        troubles += learn_entry(table, _item(path, name), ABSENT, whole, others, weights, tolerance=tolerance)
     return troubles
 
 
@@ -237,8 +240,7 @@ def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], w
     whole = copy(made[-1])
     whole.clear()
     for name in _names(made):
-        values = [one.get(name, UNWRITTEN) for one in made]
-        whole[name] = merge_entry(table, _item(path, name), ABSENT, values, weights)
+        whole[name] = merge_entry(table, _item(path, name), ABSENT, [one.get(name, UNWRITTEN) for one in made], weights)
     return whole
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, Weighting
-from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.learning import learn_results
+from lightning_unified.step.exactness.tables import Tables, owner_of
+from lightning_unified.step.exactness.trials.learning import entries_by_rows, learn_results
 from lightning_unified.step.exactness.trials.refusals import refusal_of_state
 from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.exactness.trials.run import Runner
@@ -90,6 +90,8 @@ class AllRows:
         State that also differs between two equal runs is not refused.
         """
         troubles = learn_results(self._tables, whole, runs, weights, tolerance=tolerance)
+        sized = entries_by_rows([whole, *runs], [sum(weights.rows), *weights.rows])
+        troubles = [path for path in troubles if path not in sized or owner_of(path) not in self._tables.sized]
         if self._runner.anywhere(bool(troubles)):
             again = differing(whole.written, self._whole()[1].written)
             troubles = [path for path in troubles if path not in again]

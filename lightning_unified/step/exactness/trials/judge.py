@@ -1,14 +1,14 @@
 """One trial: run rows whole and in micro-batches, and compare every result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.gradients import unequal_existence
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
-from lightning_unified.step.exactness.trials.learning import learn_results
+from lightning_unified.step.exactness.trials.learning import entries_by_rows, learn_results
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_existence,
     refusal_of_gradients,
@@ -50,7 +50,7 @@ class Judge:
         if comparison is None or comparison.none_agrees(rules):
             comparison = runs.replayed(rules)
         if undecided := comparison.says_nothing:
-            self._learn(comparison, _closest(comparison, rules), repeat=runs.repeated, since=since)
+            self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
         noise = _DRAWN if comparison.is_drawn else ""
         if comparison.none_agrees(rules) and self._runner.anywhere(bool(comparison.troubles)):
@@ -81,7 +81,7 @@ class Judge:
             parameter = self._runner.name_of(alone)
             raise SplitError(refusal_of_existence(self._whose, trial.rows, parameter, is_of_whole=is_of_whole) + since)
         agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), allowed)]
-        self._learn(comparison, agreeing[0], repeat=runs.repeated, since=since)
+        self._learn(comparison, agreeing[0], runs, since=since)
         return Findings(
             agreeing=agreeing,
             rejected={name for name, one in off.items() if one.excess > allowed},
@@ -92,10 +92,10 @@ class Judge:
             is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
         )
 
-    def _learn(self, comparison: Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
+    def _learn(self, comparison: Comparison, rule: LossRule, runs: TrialRuns, *, since: str) -> None:
         """Learn how results merge; refuse written state that no rule merges.
 
-        State that also differs between two equal runs is not refused.
+        State that also differs between two equal runs is not refused, nor is a cache by number of rows.
         """
         tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
         weights = split.weights(rule)
@@ -104,10 +104,29 @@ class Judge:
             losses = [run.loss for run in split.runs]
             self._tables.outputs.learn("loss", losses, whole.loss, weights, tolerance=tolerance)
         if self._runner.anywhere(bool(troubles)):
-            again = differing(whole.written, repeat().written)
+            caches = self._caches(troubles, comparison, runs)
+            troubles = [path for path in troubles if path not in caches]
+        if self._runner.anywhere(bool(troubles)):
+            again = differing(whole.written, runs.repeated().written)
             troubles = [path for path in troubles if path not in again]
         if troubles:
             raise SplitError(refusal_of_state(self._whose, troubles) + since)
+
+    def _caches(self, troubles: Sequence[str], comparison: Comparison, runs: TrialRuns) -> set[str]:
+        """Return entries by number of rows that are the same for any rows of that number.
+
+        A micro-batch then makes the entry that it needs, as the whole batch does. Other rows of a micro-batch's number must give the same.
+        """
+        split = comparison.split
+        found = entries_by_rows(comparison.all_runs, [sum(split.sizes), *split.sizes]).intersection(troubles)
+        makers = [index for index, run in enumerate(split.runs) if found & run.written.keys()]
+        if not self._runner.anywhere(bool(makers)):  # the cache has the entries of micro-batches
+            return {path for path in found if owner_of(path) in self._tables.sized}
+        index = makers[0] if makers else 0
+        varying = {owner_of(path) for path in differing(split.runs[index].written, runs.elsewhere(index).written)}
+        found = {path for path in found if makers and owner_of(path) not in varying}
+        self._tables.note_sized(found)
+        return found
 
 
 def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:

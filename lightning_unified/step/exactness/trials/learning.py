@@ -1,5 +1,6 @@
 """Learn from one trial how outputs, logs, metrics and written state merge."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from lightning_unified.step.results.metrics import reduced, without_seams
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
+from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["learn_results"]
+__all__ = ["entries_by_rows", "learn_results"]
 
 
 def learn_results(
@@ -40,6 +42,27 @@ def learn_results(
         tables.logs.reject(path)
     _learn_metrics(tables, whole, runs, weights, tolerance=tolerance)
     return learn_written(tables.written, whole.written, [run.written for run in runs], weights, tolerance=tolerance)
+
+
+def entries_by_rows(runs: Sequence[Results], sizes: Sequence[int]) -> set[str]:
+    """Return the paths of new dict entries whose key names the number of rows of each run that makes them.
+
+    `self.masks[len(x)] = mask` makes such an entry: the whole batch has one, and its micro-batches have others.
+
+    Args:
+        runs: The runs.
+        sizes: The number of rows of each.
+    """
+    writes = [(path, rows, one) for run, rows in zip(runs, sizes, strict=True) for path, one in run.written.items()]
+    others = {
+        path
+        for path, rows, one in writes
+        if one.before is not ABSENT or not path.endswith("]") or str(rows) not in _DIGITS.findall(path.rsplit("[")[-1])
+    }
+    return {path for path, _, _ in writes} - others
+
+
+_DIGITS = re.compile(r"\d+")
 
 
 def _learn_metrics(

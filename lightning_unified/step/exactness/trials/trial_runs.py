@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -112,6 +113,12 @@ class TrialRuns:
         """Run all rows of the trial once more, with other random draws."""
         return self._whole(RecordDraws())
 
+    def elsewhere(self, index: int) -> Run:
+        """Run as many rows as micro-batch `index` has, at the other end of the trial, with other random draws."""
+        trial, size = self._trial, self._trial.split[index]
+        start = 0 if index == len(trial.split) - 1 else trial.rows - size
+        return self._micro_batch(trial.rows_from(start, size), size, RecordDraws())
+
     def _compared(self, *, order: Order, covers_backward: bool) -> Comparison:
         """Compare with replayed draws: each micro-batch gets the draws of its rows."""
         recorded = RecordDraws(covers_backward=covers_backward)
@@ -147,15 +154,16 @@ class TrialRuns:
         """Run every micro-batch under its own draw mode."""
         trial, sizes = self._trial, self._trial.split
         batches = [trial.rows_from(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
-        runs = []
-        for batch, size, mode in zip(batches, sizes, draws, strict=True):
-            try:
-                runs.append(self._runner.run(trial.kwargs, batch, mode))
-            except Exception as error:
-                if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
-                    raise
-                raise self._failure(error, f"{size} of {trial.rows}") from error
+        runs = [self._micro_batch(*one) for one in zip(batches, sizes, draws, strict=True)]
         return SplitRuns(sizes=sizes, batches=batches, runs=runs)
+
+    def _micro_batch(self, batch: Any, size: int, draws: DrawMode) -> Run:
+        try:
+            return self._runner.run(self._trial.kwargs, batch, draws)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
+                raise
+            raise self._failure(error, f"{size} of {self._trial.rows}") from error
 
     def _whole(self, draws: DrawMode) -> Run:
         trial, runner = self._trial, self._runner
