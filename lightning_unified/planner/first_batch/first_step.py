@@ -20,6 +20,7 @@ from lightning_unified.errors import BudgetError, DryRunError, UndoError
 from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planner.first_batch.batch_size_probe import probe_sizes
 from lightning_unified.planner.first_batch.gather import compile_cost
+from lightning_unified.planner.first_batch.idle_norms import finds_idle_norms
 from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.first_batch.predicted_memory import PredictedMemory
 from lightning_unified.planner.first_batch.step_budget import StepBudget
@@ -104,7 +105,12 @@ class FirstStep:
             return
         try:
             with activity("planning the step"):
-                self._plan_all(batch, shape)
+                try:
+                    self._plan_all(batch, shape)
+                except BudgetError:
+                    if not finds_idle_norms(self._trainer, self._policy, batch, shape, step=step):
+                        raise
+                    self._plan_all(batch, shape)
             if watch.counts_process:
                 watch.release()
             watch.count_anew()  # memory of the dry run on the host is no part of the run's peak

@@ -34,7 +34,7 @@ class SplitApproval:
 
     Attributes:
         verdict: The last verdict of the exactness check; None before the first check.
-        has_idle_norms: Whether checks of split batches run the BatchNorm layers and have found none in train mode.
+        has_idle_norms: Whether the step has run, and none of its BatchNorm layers with statistics of the batch.
         refusal: Why batches run whole from now on; None where they may be split.
     """
 
@@ -96,6 +96,16 @@ class SplitApproval:
                 'BatchNorm\'s statistics are those of micro-batches where a batch is split, as batch_norm="micro" accepts.',
                 log.info,
             )
+
+    def may_have_idle_norms(self, rows: int) -> bool:
+        """Return whether only BatchNorm in train mode refuses a batch of `rows` rows, and a check would tell whether the step runs it."""
+        if not self._batches.checks("fit") or self._batches.of("fit").encoders or not self.refuses(rows):
+            return False
+        try:
+            self.require(rows, micro_batch_size=rows, checks_norms=True)
+        except SplitError:
+            return False
+        return True
 
     def refuses(self, rows: int) -> bool:
         """Return whether a batch of `rows` rows is known not to split exactly."""
