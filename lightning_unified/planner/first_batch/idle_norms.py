@@ -1,4 +1,4 @@
-"""Find whether a step runs its BatchNorm layers with statistics of the batch, before a plan is refused for them."""
+"""Find out whether a step runs BatchNorm layers with statistics of the batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def finds_idle_norms(
     *,
     step: Callable[[Any], ClosureResult],
 ) -> bool:
-    """Return whether BatchNorm in train mode alone forbids a split, and the step runs no such layer.
+    """Return whether only BatchNorm in train mode refuses a split, and the step runs none.
 
     A few rows run without gradients to see this, and are undone. Modes before the step do not tell: it may put layers into eval mode first,
     or not run them. The exactness check of the first split batch looks again.

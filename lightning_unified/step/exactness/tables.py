@@ -53,7 +53,7 @@ class Tables:
         return {name: table for name, table in vars(self).items() if isinstance(table, MergeTable)}
 
     def note_sized(self, paths: Iterable[str]) -> None:
-        """Record that entries of dicts belong to caches by number of rows, which each micro-batch fills."""
+        """Record entries of caches by number of rows, which each micro-batch fills."""
         for path in paths:
             self.sized.add(owner_of(path))
             note_alone(self.written, path)

@@ -97,7 +97,7 @@ class BatchNormsThatMix:
 
 
 def refuse_batch_norm(module: L.LightningModule, *, within: Sequence[str] = ()) -> None:
-    """Raise `SplitError` if `module` has BatchNorm in train mode, whether or not its step runs these layers.
+    """Raise `SplitError` if `module` has BatchNorm in train mode, run by its step or not.
 
     Args:
         module: The module.

@@ -93,7 +93,7 @@ class Notices:
         self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
 
     def say_sized(self, paths: Iterable[str]) -> None:
-        """Warn once of each dict to which micro-batches add entries under their own number of rows."""
+        """Warn once of each dict to which micro-batches add entries by their number of rows."""
         for path in sorted(paths):
             self.say(
                 f"{path} gets entries for the rows of micro-batches where a batch is split, not for those of the batch. Use it as a cache only: "

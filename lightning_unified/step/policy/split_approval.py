@@ -98,7 +98,10 @@ class SplitApproval:
             )
 
     def may_have_idle_norms(self, rows: int) -> bool:
-        """Return whether only BatchNorm in train mode refuses a batch of `rows` rows, and a check would tell whether the step runs it."""
+        """Return whether only BatchNorm in train mode refuses a batch of `rows` rows.
+
+        A check would tell whether the step runs these layers.
+        """
         if not self._batches.checks("fit") or self._batches.of("fit").encoders or not self.refuses(rows):
             return False
         try:

@@ -123,7 +123,7 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
 
 
 def note_alone(table: MergeTable, path: str) -> None:
-    """Record that what one micro-batch writes at `path` stays, or at other entries of the same dict."""
+    """Record that what one micro-batch writes at `path`, or beside it in a dict, stays."""
     table.note(_alone(path), _ALONE)
 
 

@@ -1,4 +1,4 @@
-"""Merge numbers that are the quotient of two others beside them, such as the average of a meter.
+"""Merge numbers that are the quotient of two others, such as the average of a meter.
 
 A meter adds up a sum and a count, and keeps `self.avg = self.sum / self.count`. No mean of the micro-batches' averages is that of the whole batch,
 because each holds all batches before too. But the quotient holds after every run. So checks look for two numbers of the same object or dict

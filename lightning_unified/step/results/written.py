@@ -118,7 +118,7 @@ def _without_quotients(table: MergeTable, troubles: Sequence[str], runs: Sequenc
 
 
 def _numbers_of(runs: Sequence[Mapping[str, Write | Change]]) -> list[dict[str, float]]:
-    """Return the numbers that each run leaves at the paths that some of them write, and that hold numbers in all."""
+    """Return the numbers that each run leaves at written paths, where all runs leave one."""
     written = {path: write for run in runs for path, write in run.items()}
     left = [{path: run[path].after if path in run else one.before for path, one in written.items()} for run in runs]
     paths = [path for path in written if all(_is_number(one[path]) for one in left)]
@@ -216,7 +216,7 @@ class WrittenOverMicroBatches:
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the writes that some rule merges or no check has seen, for `finish`; the others stay."""
+        """Take back writes that a rule merges or no check has seen; the others stay."""
         changes = list(changes)
         if len(self._writes) == 1:
             new = list(filter(self._is_new, changes))

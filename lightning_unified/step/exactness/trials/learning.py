@@ -45,7 +45,7 @@ def learn_results(
 
 
 def entries_by_rows(runs: Sequence[Results], sizes: Sequence[int]) -> set[str]:
-    """Return the paths of new dict entries whose key names the number of rows of each run that makes them.
+    """Return the paths of new dict entries whose keys name the rows of the runs that make them.
 
     `self.masks[len(x)] = mask` makes such an entry: the whole batch has one, and its micro-batches have others.
 

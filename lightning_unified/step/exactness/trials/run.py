@@ -91,7 +91,7 @@ class Runner:
         return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self.module.modules())
 
     def require_known_batch_norm(self) -> None:
-        """Raise `SplitError` for BatchNorm in train mode if no run came to its end, so that it may mix rows."""
+        """Raise `SplitError` for BatchNorm in train mode if no run came to its end."""
         if not self.allows_batch_norm and self.anywhere(not self._has_run):
             refuse_batch_norm(self.module)
 

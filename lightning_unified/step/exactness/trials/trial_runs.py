@@ -114,7 +114,7 @@ class TrialRuns:
         return self._whole(RecordDraws())
 
     def elsewhere(self, index: int) -> Run:
-        """Run as many rows as micro-batch `index` has, at the other end of the trial, with other random draws."""
+        """Run as many rows as micro-batch `index` has, at the other end of the trial."""
         trial, size = self._trial, self._trial.split[index]
         start = 0 if index == len(trial.split) - 1 else trial.rows - size
         return self._micro_batch(trial.rows_from(start, size), size, RecordDraws())

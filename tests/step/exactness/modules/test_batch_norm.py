@@ -1,4 +1,4 @@
-"""BatchNorm is refused where a step runs it with statistics of the batch, not where it is only held."""
+"""BatchNorm is refused where a step runs it with statistics of the batch."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ class LaterUnseen(Encoded):
 
 
 class ForFewRows(Encoded):
-    """Runs the encoder in train mode for one row only, in the last micro-batch of the third batch."""
+    """Runs the encoder in train mode for one row of the last micro-batch of batch 3."""
 
     def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(self.net(batch["x"]), batch["y"])

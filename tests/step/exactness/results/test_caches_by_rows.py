@@ -1,4 +1,4 @@
-"""A dict with an entry for each number of rows is a cache where its entries depend on nothing else."""
+"""A dict by number of rows is a cache if its entries depend on nothing else."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""State that another than the first micro-batch of a batch writes first is checked before the update."""
+"""State that only a later micro-batch of a batch writes is checked before the update."""
 
 import pytest
 import torch

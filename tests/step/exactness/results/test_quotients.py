@@ -1,4 +1,4 @@
-"""A number that is the quotient of two others, such as a meter's average, is that of their merged values."""
+"""A quotient of two numbers, such as a meter's average, is that of their merged values."""
 
 import pytest
 import torch
