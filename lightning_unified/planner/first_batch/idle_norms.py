@@ -30,6 +30,8 @@ def finds_idle_norms(
     A few rows run without gradients to see this, and are undone. Modes before the step do not tell: it may put layers into eval mode first,
     or not run them. The exactness check of the first split batch looks again.
     """
+    if trainer.world_size > 1:  # the others run no rows now, and SyncBatchNorm would wait for them
+        return False
     if shape is None or not policy.splits.may_have_idle_norms(shape.rows):
         return False
     norms = BatchNormsThatMix(trainer.lightning_module)
