@@ -309,6 +309,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 def _order(number: float) -> tuple[int, int]:
     """Return the sign of a number and the exponent of the power of two just above its magnitude."""
+    number = float(number)  # comparisons of NumPy's numbers give booleans without a difference
     if not math.isfinite(number):
         return (0, 1 << 16)
-    return ((number > 0) - (number < 0), math.frexp(float(number))[1])
+    return ((number > 0) - (number < 0), math.frexp(number)[1])

@@ -6,6 +6,7 @@ The batch itself shows nothing of them.
 from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,6 +133,7 @@ CHANGES = {
     "a word": (lambda module: setattr(module, "mode", "hot"), True),
     "a number that becomes 0": (lambda module: setattr(module, "alpha", 0.0), True),
     "a number of another order": (lambda module: setattr(module, "calls", 16), True),
+    "a number of NumPy": (lambda module: setattr(module, "alpha", np.float64(-0.5)), True),
     "a number of another sign": (lambda module: setattr(module, "alpha", -0.5), True),
     "a number in a namespace": (lambda module: setattr(module.settings, "weight", 1.0), True),
     "another namespace": (lambda module: setattr(module, "settings", SimpleNamespace(weight=1.0)), True),
