@@ -13,7 +13,7 @@ from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_r
 
 __all__ = ["splits_of", "starts_of", "window", "windows_over"]
 
-_OF_TWO = {6: [[2, 2, 2], [4, 2]], 7: [[2, 2, 3], [3, 2, 2]], 8: [[2, 3, 3], [3, 2, 3]]}  # no three unequal ones fit
+_OF_TWO = {7: [[2, 2, 3], [3, 2, 2]], 8: [[2, 3, 3], [2, 2, 4]]}  # three unequal ones of two units or more do not fit
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
 
 
@@ -26,8 +26,8 @@ def splits_of(units: int, *, least: int = 1) -> list[list[int]]:
 
     Args:
         units: The number of units.
-        least: The fewest units of a micro-batch, 1 or 2. From six units on, there are three of two units, though some may be equal; fewer units
-            are split as with 1, because two equal micro-batches show too little.
+        least: The fewest units of a micro-batch, 1 or 2. Fewer than seven units are split as with 1, because equal micro-batches show too
+            little; of seven and eight, two micro-batches are equal.
     """
     if units < 2:
         return []
@@ -35,11 +35,14 @@ def splits_of(units: int, *, least: int = 1) -> list[list[int]]:
         return [[1] * units, [1, units - 1]][: units - 1]
     if least > 1 and units in _OF_TWO:
         return _OF_TWO[units]
-    small = max(units // 6, least if units > 5 else 1)
+    small = max(units // 6, least if units > 6 else 1)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
     moves = units > 5 and large - middle != 2  # else two micro-batches would have the same size
-    return [[small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]]
+    first, second = [small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]
+    if units > 6 and not any(start % 2 for start in (*starts_of(first), *starts_of(second))):
+        second = [second[0] + 1, second[1], second[2] - 1]  # else a loss over pairs of rows would agree
+    return [first, second]
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:

@@ -49,7 +49,7 @@ class EvaluationSizes:
         Returns:
             The number of units; 0 if memory ran out.
         """
-        fewest = _FEWEST if asked.least == 1 else 3 * asked.least
+        fewest = _FEWEST if asked.least == 1 else 3 * asked.least + 1
         units = min(max(asked.micro_batch_size // asked.unit, fewest), _UNITS, asked.rows // asked.unit)
         while units >= 2 and not self._has_run(step, asked, learn, units):
             units = max(units // 2, _FEWEST) if units > _FEWEST else units - 1

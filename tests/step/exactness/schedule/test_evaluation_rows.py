@@ -159,7 +159,7 @@ def test_rows_of_a_larger_batch_are_compared():
 def test_rows_double_where_each_run_tells_that_the_next_fits(compared):
     predicted(Net(), 24)
 
-    assert [size for size, _ in compared] == [6, 6, 12, 24]
+    assert [size for size, _ in compared] == [7, 7, 14, 24]
     assert compared[-1][1] == [5, 5, 5, 5, 4]
     with pytest.raises(SplitError):
         predicted(First(), 24)

@@ -27,15 +27,18 @@ def test_two_different_splits_of_three_micro_batches(units):
     assert first != second
 
 
-@pytest.mark.parametrize("units", range(6, 41))
+@pytest.mark.parametrize("units", range(7, 41))
 def test_micro_batches_of_two_units_or_more_if_asked(units):
     first, second = splits_of(units, least=2)
 
     assert sum(first) == sum(second) == units
     assert min(*first, *second) >= 2
-    assert len(first) == 3
+    assert len(first) == len(second) == 3
     assert first != second
-    assert len(set(second)) > 1
+    assert min(len(set(first)), len(set(second))) > 1
+    assert any(start % 2 for start in starts_of(first)) or any(
+        start % 2 for start in starts_of(second)
+    )  # not pairs only
 
 
 @pytest.mark.parametrize(
