@@ -1,11 +1,13 @@
 """Writes of a step outside its module: entries of its batch, and the order to stop."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
@@ -20,7 +22,8 @@ class OutsideWrites:
     """Gives the whole batch the entries that its micro-batches get, and the Trainer one order to stop.
 
     A micro-batch of a dict is a dict of its own, which no callback sees. Entries with a row for each of its rows are put together; an entry that
-    is the same in all micro-batches is taken as it is.
+    is the same in all micro-batches is taken as it is, and one that the step also returns (`batch["loss"] = loss; return batch`) from the merged
+    outputs.
 
     Args:
         trainer: The Trainer.
@@ -58,8 +61,12 @@ class OutsideWrites:
             self._written.append({name: one for name, one in now.items() if before.get(name, self) is not one})
             self._removed.append(before.keys() - now.keys())
 
-    def finish(self) -> None:
+    def finish(self, outputs: Sequence[ClosureResult], merged: Mapping[str, Any]) -> None:
         """Write to the whole batch and to the Trainer.
+
+        Args:
+            outputs: What the step returned for each micro-batch.
+            merged: The outputs of the whole batch by name, the loss among them.
 
         Raises:
             SplitError: If only some of the steps stop the Trainer, or an entry cannot be put together.
@@ -72,11 +79,11 @@ class OutsideWrites:
         if any(self._stops):  # of the step, or of a signal's handler, which may run at any time
             self._trainer.should_stop = True
         for name in {name for written in self._written for name in written}:
-            self._batch[name] = self._whole(name)
+            self._batch[name] = self._whole(name, outputs, merged)
         for name in set.intersection(*self._removed) if self._removed else ():
             self._batch.pop(name, None)
 
-    def _whole(self, name: Any) -> Any:
+    def _whole(self, name: Any, outputs: Sequence[ClosureResult], merged: Mapping[str, Any]) -> Any:
         values = [written[name] for written in self._written if name in written]
         has_all = len(values) == len(self._rows)
         lengths = [len(one) if isinstance(one, Tensor) and one.dim() else None for one in values]
@@ -84,7 +91,15 @@ class OutsideWrites:
             return torch.cat([one.detach() for one in values])
         if has_all and all(same(one, values[0]) for one in values[1:]):
             return values[0]
+        returned = [output.loss if name == "loss" else output.extra.get(name) for output in outputs]
+        if has_all and name in merged and all(map(_is_returned, values, returned)):
+            return merged[name]
         raise SplitError(
             f"training_step writes batch[{name!r}], and the entries of micro-batches cannot be put together; return it from training_step instead, "
             "or declare MicroBatchRules(splittable=False)."
         )
+
+
+def _is_returned(written: Any, returned: Any) -> bool:
+    """Return whether an entry is an output too; a loss without weight is no longer known."""
+    return returned is None or same(recursive_detach(written), recursive_detach(returned))

@@ -195,9 +195,10 @@ class SplitBatch:
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
         """Return the whole batch's result, and write the logs that were held back."""
-        self._outside.finish()
         extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights)
-        return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
+        loss = self._weighting.loss([output.loss for output in outputs])
+        self._outside.finish(outputs, {**extra, "loss": loss})
+        return ClosureResult(loss, extra=extra)
 
 
 def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None) -> bool:

@@ -38,6 +38,29 @@ class StoresAMean(Stores):
         return loss
 
 
+class Returned(Net):
+    """Puts its loss into its batch, and returns the batch."""
+
+    def on_fit_start(self):
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"])
+        batch["loss"], batch["scale"] = F.cross_entropy(out, batch["y"]), out.abs().mean()
+        return batch
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert torch.equal(outputs["loss"], batch["loss"]) and torch.equal(outputs["scale"], batch["scale"])
+        self.seen.append((batch["loss"].detach().clone(), batch["scale"].detach().clone()))
+
+
+class Otherwise(Returned):
+    """Returns another scale than it puts into its batch."""
+
+    def training_step(self, batch, batch_idx):
+        return {**super().training_step(batch, batch_idx), "scale": 2 * batch["scale"]}
+
+
 class Stops(Net):
     """Stops in the step, by a value that is the same in all micro-batches or not."""
 
@@ -96,6 +119,19 @@ def test_entries_that_a_step_writes_into_its_batch_are_the_whole_batchs():
 def test_an_entry_that_nothing_puts_together_is_refused():
     with pytest.raises(SplitError, match=r"training_step writes batch\['mean'\]"):
         run(StoresAMean, batches(number=3))
+
+
+def test_entries_that_a_step_also_returns_are_the_merged_outputs():
+    plain, _ = run(Returned, batches(number=3), strategy="auto")
+    split, _ = run(Returned, batches(number=3))
+
+    torch.testing.assert_close(split.seen, plain.seen)
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_an_entry_that_differs_from_what_the_step_returns_is_refused():
+    with pytest.raises(SplitError, match=r"training_step writes batch\['scale'\]"):
+        run(Otherwise, batches(number=3))
 
 
 def test_a_step_stops_the_trainer_once_for_the_batch():
