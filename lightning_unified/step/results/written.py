@@ -161,10 +161,7 @@ def with_states_of(written: Written, other: Written) -> Written:
 
 
 def _is_of_host(write: Write) -> bool:
-    """Return whether the write is the state of a Python or NumPy generator.
-
-    Torch's generators are recorded and replayed.
-    """
+    """Return whether the write is the state of a Python or NumPy generator; torch's are replayed."""
     state = write.after
     is_python = isinstance(state, tuple) and len(state) == 3 and state[0] == random.Random.VERSION
     return write.kind == "state" and (is_python or (isinstance(state, dict) and "bit_generator" in state))
@@ -210,27 +207,34 @@ class WrittenOverMicroBatches:
 
     def end_micro_batch(self) -> None:
         """Record the writes of the micro-batch."""
+        self._writes.append({one.path: one for one in self._moved() if not one.path.startswith(self._ignored)})
+
+    def _moved(self) -> Iterable[Change]:
+        """Return the changes since the batch began."""
         assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
-        moved = moved_since(self._noted, self._versions, known)
-        self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
+        return moved_since(self._noted, self._versions, known)
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values that are there now by path, of which hooks may have written some since the step."""
+        return {one.path: one.after for one in self._moved()}
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back writes that a rule merges or no check has seen; the others stay."""
+        """Take back the writes that a rule merges; the others stay.
+
+        Where no check has seen a write, the batch is checked first. Writes of hooks that run once a micro-batch stay too: no check sees them.
+        """
         changes = list(changes)
-        if len(self._writes) == 1:
-            new = list(filter(self._is_new, changes))
-            back = changes if new else [one for one in changes if self._merges(one)]
-            for one in back:
-                _put_back(one)
+        new = [one for one in changes if self._is_new(one)]
+        back = changes if new else [one for one in changes if self._merges(one)]
+        now = self._values() if new else {}
+        for one in back:
+            _put_back(one)
+        if new or len(self._writes) == 1:
             self._learn(self._table, [one.path for one in new], self._table.knows)
-            for one in back:
-                if not self._merges(one):
-                    one.put(one.after)
-            return
-        for one in changes:
-            if self._merges(one) or self._is_new(one):
-                _put_back(one)
+        for one in back:
+            if not self._merges(one):
+                one.put(now.get(one.path, one.after))
 
     def numbers(self) -> dict[str, list[Any]]:
         """Return the floating-point numbers that all micro-batches have written, by path."""
@@ -244,11 +248,12 @@ class WrittenOverMicroBatches:
         """Take back the writes of the last micro-batch inside the block."""
         last = self._writes[-1].values() if self._writes else ()
         changes = [one for one in last if self._merges(one) or self._is_new(one)]
+        now = self._values() if any(map(self._is_new, changes)) else {}
         for one in changes:
             _put_back(one)
         yield
         for one in changes:
-            one.put(one.after)
+            one.put(one.after if self._merges(one) else now.get(one.path, one.after))
 
     def _merges(self, change: Change) -> bool:
         """Return whether some rule merges this change."""

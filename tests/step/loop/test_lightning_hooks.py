@@ -178,6 +178,23 @@ def test_a_hook_that_runs_for_each_micro_batch_is_said():
     assert [any("on_before_backward" in event for event in one) for one in events] == [True, True, False]
 
 
+class KeepsAll(L.Callback):
+    def __init__(self):
+        self.losses, self.count = [], 0
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.losses.append(float(loss))
+        self.count += 1
+
+
+@pytest.mark.parametrize(("rows", "micro_batches"), [(2, 4 + 4 + 2), (4, 2 + 2 + 1)])
+def test_what_a_hook_keeps_of_each_micro_batch_stays(rows, micro_batches):
+    keeps = KeepsAll()
+    trainer = train(users.Small, UnifiedStrategy(micro_batch_size=rows), [keeps])[2]
+
+    assert len(keeps.losses) == keeps.count == micro_batches * (trainer.current_epoch or 1)
+
+
 class WritesToTheLogger(users.Small):
     def training_step(self, batch, batch_idx):
         self.logger.log_metrics({"rows": len(batch["x"])}, step=self.global_step)
