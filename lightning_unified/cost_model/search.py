@@ -81,9 +81,8 @@ def search(
             asked[id(option.traces)] = option
             if measure.is_late(option, fitting):
                 break
-        if not option.always and not may_trace(measure.could_gain(option, fitting, splits)):
-            continue
-        if measure.only_repeats(option, fitting, splits):
+        is_open = option.always or may_trace(measure.could_gain(option, fitting, splits))
+        if not is_open or measure.only_repeats(option, fitting, splits):
             continue
         left = _splits_left(option, splits, fitting, multiple=multiple)
         if not left or (fitting and measure.is_beaten(option, left, by=min(plan.seconds for _, plan in fitting))):

@@ -225,5 +225,5 @@ def _globals_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return loaded.union(*(one for one, _ in inner)), stored.union(*(one for _, one in inner))
 
 
-_OF_OPTIMIZERS = {"state", "param_groups"}  # `undo.optimizers` records these
+_OF_OPTIMIZERS = {"state", "param_groups"}  # `undo.torch_cells` records these
 _LOADS, _STORES = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL")

@@ -17,7 +17,7 @@ from lightning_unified.step.undo.functions import (
     reached_functions,
 )
 from lightning_unified.step.undo.kinds import Kind, is_ours
-from lightning_unified.step.undo.optimizers import cells_of_optimizer
+from lightning_unified.step.undo.torch_cells import cells_of_optimizer
 
 __all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]
 

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, NamesCell, Path, cells_of
 from lightning_unified.step.undo.functions import cells_of_function, classes_of, reached_names
 from lightning_unified.step.undo.kinds import Kind, holds_iterators, kind_of
-from lightning_unified.step.undo.scripted import ScriptCell
+from lightning_unified.step.undo.torch_cells import ScriptCell
 
 __all__ = ["HOOKS", "Found", "FoundTensor", "Walk"]
 

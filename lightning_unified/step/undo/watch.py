@@ -13,12 +13,11 @@ from lightning_unified.step.undo.cells import Cell, ClosureCell, LongCell, Names
 from lightning_unified.step.undo.hooks import NotedHooks
 from lightning_unified.step.undo.iterators import NotedIterators, put_stand_ins
 from lightning_unified.step.undo.kinds import Kind, holds_iterators
-from lightning_unified.step.undo.optimizers import OptimizerStateCell
 from lightning_unified.step.undo.roots import Roots
-from lightning_unified.step.undo.scripted import ScriptCell
 from lightning_unified.step.undo.states import set_state, state_of
 from lightning_unified.step.undo.still import StillCells, holds
 from lightning_unified.step.undo.tensors import NotedTensors, TensorKeeper
+from lightning_unified.step.undo.torch_cells import OptimizerStateCell, ScriptCell
 from lightning_unified.step.undo.walk import HOOKS, Found, FoundTensor, Walk
 
 __all__ = ["BatchWatch", "Noted", "StateWatch"]
