@@ -11,13 +11,11 @@ from lightning_unified.planner.dry_run.trainer import tensors_held
 from lightning_unified.planner.first_batch.moved_weights import move_weights
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import saves_in_thread
+from lightning_unified.step.recovery.measured_room import NEGLIGIBLE
 from lightning_unified.step.sharding.rows import local
 from lightning_unified.step.split import tensors_in
 
 __all__ = ["StepBudget", "callback_bytes", "held_bytes"]
-
-_NEGLIGIBLE = 2000  # judgement: upper bound of a step's bytes over those of its weights, gradients, state and batch
-
 
 _APART = 96 * 2**20
 """Judgement: bytes of gaps between tensors that other recordings or eager calls cannot use.
@@ -107,7 +105,7 @@ class StepBudget:
     def is_ample(self, batch: Any) -> bool:
         """Return whether the budget is thousands of times the bytes that the fit holds."""
         gradients = static_bytes(self._trainer.lightning_module, self._trainer.optimizers)["gradients"]
-        return _NEGLIGIBLE * (self._held(batch) + gradients) <= self._policy.watch.bytes
+        return NEGLIGIBLE * (self._held(batch) + gradients) <= self._policy.watch.bytes
 
     def _held(self, batch: Any) -> int:
         """Return the bytes on the device that a dry run counts too."""

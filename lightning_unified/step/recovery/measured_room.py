@@ -15,9 +15,10 @@ from lightning_unified.cost_model.memory.static import tensor_bytes
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import tensors_in
 
-__all__ = ["MeasuredRoom"]
+__all__ = ["NEGLIGIBLE", "MeasuredRoom"]
 
-_NEGLIGIBLE = 2000  # judgement: upper bound of a step's bytes over those of its weights and batch
+NEGLIGIBLE = 2000
+"""Judgement: upper bound of a step's bytes over those of its weights, gradients, state and batch."""
 
 
 class MeasuredRoom:
@@ -45,7 +46,7 @@ class MeasuredRoom:
         if self.is_capped:
             return True
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_in(batch)]
-        return _NEGLIGIBLE * sum(tensor_bytes(one) for one in held if not is_lazy(one)) <= self._watch.bytes
+        return NEGLIGIBLE * sum(tensor_bytes(one) for one in held if not is_lazy(one)) <= self._watch.bytes
 
     def release(self) -> None:
         """Release cached memory, after memory ran out."""

@@ -344,6 +344,7 @@ def _refuse(path: str, _values: Sequence[Any]) -> Any:
 
 
 def refusal_of_merge(path: str) -> SplitError:
+    """Return the error for values of micro-batches that no longer merge as in the checked batches."""
     return SplitError(
         f"the step writes {path}, and the values that micro-batches write no longer merge as in the checked batches; write it once a "
         "batch, in on_train_batch_end or on_validation_batch_end, or declare MicroBatchRules(splittable=False)."
