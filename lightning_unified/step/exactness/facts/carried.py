@@ -4,20 +4,14 @@ A recurrent step may keep the hidden state of its rows, and use it where the nex
 len(x)`). Neither the few rows of a check nor a micro-batch have, so gradients agree. Only a comparison of all rows shows the difference.
 """
 
-from typing import Any
-
-from lightning_unified.step.exactness.facts.profile import SHARED
+from lightning_unified.step.exactness.facts.profile import SHARED, Fact
 from lightning_unified.step.results.merging import MergeTable
 
 __all__ = ["OF_ALL_ROWS", "CarriedRows"]
 
 _CARRIED = "carried"
-OF_ALL_ROWS = (
-    SHARED,
-    _CARRIED,
-)  # kinds of facts for which all rows are compared; those that share a value may lie far apart
-
-Fact = tuple[str, str, Any]
+# kinds of facts for which all rows are compared: those that share a value may lie far apart
+OF_ALL_ROWS = (SHARED, _CARRIED)
 
 
 class CarriedRows:
