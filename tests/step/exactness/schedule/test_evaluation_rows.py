@@ -74,7 +74,7 @@ def compared(monkeypatch):
         return trials(self, *args, size=size, splits=splits, **options)
 
     monkeypatch.setattr(EvaluationRuns, "trials", noted)
-    monkeypatch.setattr(measured_room, "_NEGLIGIBLE", 1 << 60)
+    monkeypatch.setattr(measured_room, "NEGLIGIBLE", 1 << 60)
     return seen
 
 
