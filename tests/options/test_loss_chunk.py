@@ -11,7 +11,8 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.lazy_logits.tensor import LazyLogits
 from lightning_unified.options import AppliedOptions, LossChunk
 from lightning_unified.options.loss_chunk import chunk_choices, chunk_of, offers_chunk
-from lightning_unified.planner.search import compared
+from lightning_unified.planner.search import compared, planner
+from lightning_unified.planner.search.combinations import with_larger_chunks
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,10 +66,10 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def wide(vocabulary=20_000, hidden=16):
+def wide(vocabulary=20_000, hidden=16, layers=1):
     """Return a model whose logits are larger than all else."""
     config = transformers.Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=1, intermediate_size=16, num_attention_heads=2,
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=16, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -154,6 +155,18 @@ def test_a_plan_takes_the_largest_chunk_that_fits_however_short_the_search(budge
     batch, rates = torch.zeros(32, 256, dtype=torch.long), tabled_rates("NVIDIA H200")
 
     assert plan(wide(), batch, budget=budget, device="cuda", rates=rates).loss_chunk == chunk
+
+
+def test_a_plan_in_chunks_stays_if_no_larger_chunk_fits_and_the_search_is_over(monkeypatch):
+    def over(*args):
+        monkeypatch.setattr(compared.ComparedOptions, "may_trace", lambda *_: False)
+        return with_larger_chunks(*args)
+
+    monkeypatch.setattr(planner, "with_larger_chunks", over)
+    batch, rates = torch.zeros(32, 256, dtype=torch.long), tabled_rates("NVIDIA H200")
+    found = plan(wide(hidden=64, layers=4), batch, budget="350MiB", device="cuda", rates=rates)
+
+    assert (found.micro_batch_size, found.recomputed, found.loss_chunk) == (32, "2 of 4 blocks", 1024)
 
 
 def test_chunks_are_offered_for_heads_and_a_chunk_that_is_set_is_kept():

@@ -190,7 +190,7 @@ class Planner:
         if best is None or not larger or self._traces.backend not in ("cuda", "rocm"):
             return choice
         split = next(split for split in self._traces.splits if len(split) == best.num_micro_batches)
-        compared = (self.combination_of(best), *larger)
+        compared = (replace(self.combination_of(best), always=True), *larger)  # however long the first search took
         options = (replace(self._compared.option(one), split=split) for one in compared)
         found = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
         return choice if found.best == best else found.beside(choice)
