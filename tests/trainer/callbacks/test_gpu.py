@@ -36,7 +36,7 @@ def test_monitor_and_gradient_health_do_not_wait_for_the_device(small_run, tmp_p
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
-    assert health.state_dict() == {"nonfinite_steps": 0}
+    assert health.state_dict() == {"nonfinite_steps": 0, "nan_steps": 0, "inf_steps": 0}
 
 
 @pytest.mark.parametrize("batches", [4, 5, 7])
