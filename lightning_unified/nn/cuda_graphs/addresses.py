@@ -13,7 +13,7 @@ def graphs_exist() -> bool:
 
     A graph holds the addresses of all memory that its kernels use: tensors, and workspaces of libraries.
     """
-    return any(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())
+    return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in set(map(type, gc.get_objects())))
 
 
 def users(tensor: Tensor) -> int:

@@ -186,14 +186,17 @@ class Planner:
         and HIP only, where fewer chunks are worth it: 1.5 % of a step predicted, and less than 1 % on a simulated Mac (judgement).
         """
         best = choice.best
-        larger = [] if best is None else with_larger_chunks(self.combination_of(best), combinations)
-        if best is None or not larger or self._traces.backend not in ("cuda", "rocm"):
+        if best is None or self._traces.backend not in ("cuda", "rocm"):
             return choice
         split = next(split for split in self._traces.splits if len(split) == best.num_micro_batches)
-        compared = (replace(self.combination_of(best), always=True), *larger)  # however long the first search took
-        options = (replace(self._compared.option(one), split=split) for one in compared)
-        found = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
-        return choice if found.best == best else found.beside(choice)
+        for larger in with_larger_chunks(self.combination_of(best), combinations):
+            compared = (replace(self.combination_of(best), always=True), larger)  # however long the first search took
+            options = (replace(self._compared.option(one), split=split) for one in compared)
+            found = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
+            if found.best is None or found.best == best:
+                break  # still larger ones take more memory
+            choice, best = found.beside(choice), found.best
+        return choice
 
     def _searched(self, options: Iterator[Option], own: Combination, *, budget_bytes: int, rates: Rates) -> Choice:
         return search(

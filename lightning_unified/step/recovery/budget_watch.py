@@ -28,7 +28,7 @@ from lightning_unified.hardware.allocators.settings import AllocatorSettings, al
 from lightning_unified.hardware.environment.segments import expand_segments, segments_expand
 from lightning_unified.hardware.host.memory import resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
-from lightning_unified.step.recovery.oom import release_cached_memory
+from lightning_unified.step.recovery.oom import empty_cache, release_cached_memory
 from lightning_unified.units import format_bytes
 
 __all__ = ["BudgetWatch"]
@@ -168,7 +168,7 @@ class BudgetWatch:
         if self.expands or self.machine is not None or not expand_segments(self.device, **self._elsewhere):
             return False
         self.expands = True
-        self.release()
+        empty_cache(self.device, **self._elsewhere)
         return True
 
     def named(self, reason: str) -> str:

@@ -15,7 +15,7 @@ from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.hardware.sources import Sources
 from lightning_unified.units import GIB, KIB, MIB
 
-__all__ = ["caught", "insist", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
+__all__ = ["caught", "empty_cache", "insist", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
 
 # One text a row, with its source. Each text names the library or the allocator that raises it, so a user's own sentence about memory does
 # not match. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first text and the CPU allocator's.
@@ -134,10 +134,15 @@ def release_cached_memory(device: torch.device, *, sources: Sources | None = Non
     `torch.accelerator.empty_cache` would not.
     """
     gc.collect()
-    if device.type != "cpu":
-        getattr(torch if sources is None else sources.torch, device.type).empty_cache()
+    empty_cache(device, sources=sources)
     if sys.platform == "linux":
         _trim_heap()
+
+
+def empty_cache(device: torch.device, *, sources: Sources | None = None) -> None:
+    """Release the memory that the allocator of `device` keeps for reuse; a CPU's keeps none."""
+    if device.type != "cpu":
+        getattr(torch if sources is None else sources.torch, device.type).empty_cache()
 
 
 def _trim_heap() -> None:

@@ -79,11 +79,11 @@ def test_wsl_and_torch_without_the_function_are_left_alone(card):
 
 
 def test_a_run_expands_its_segments_once(card):
-    watch = BudgetWatch("8GiB")
-    watch._elsewhere, released = {"sources": card()}, []
-    watch.device, watch.release = torch.device("cuda"), lambda: released.append(1)
+    watch, sources, emptied = BudgetWatch("8GiB"), card(), []
+    sources.torch.cuda.empty_cache = lambda: emptied.append(1)
+    watch._elsewhere, watch.device = {"sources": sources}, torch.device("cuda")
     found = [watch.expand_segments(), watch.expand_segments()]
 
     assert found == [True, False]
     assert watch.expands
-    assert released == [1]
+    assert emptied == [1]  # so that no later tensor lies in an old segment
