@@ -1,6 +1,6 @@
 """The strategy of a dry run: this package's step without a device or a budget."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -138,9 +138,11 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
         return loss
 
     @override
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(
+        self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool, leaves: Sequence[Tensor] = ()
+    ) -> Tensor:
         self._recorder.backward_begins()
-        scaled = super().backward_micro_batch(loss, optimizer, share, first)
+        scaled = super().backward_micro_batch(loss, optimizer, share, first, leaves)
         self._backward_ends()
         return scaled
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_unified.errors import HalfUpdatedError
 from lightning_unified.step.loop.closure import ZeroGrad
 from lightning_unified.step.recovery.renormed import RenormedRows
-from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
+from lightning_unified.step.recovery.snapshot import CopiedGradients, HeldGradients, StepSnapshot
 from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
 
 __all__ = ["Attempt"]
@@ -43,6 +43,7 @@ class Attempt:
     ) -> None:
         self.snapshot = snapshot
         self.gradients = HeldGradients(parameters, within_window=within_window)
+        self._others = CopiedGradients(snapshot.state.leaves, apart_from=parameters)
         self.zeroing: list[ZeroGrad] = []
         self.renormed = RenormedRows()
         self.written: list[Tensor] = []
@@ -84,4 +85,5 @@ class Attempt:
         self.gradients.restore()
         for zeroing in reversed(self.zeroing):
             zeroing.undo()
+        self._others.restore()
         return self.snapshot.undo()

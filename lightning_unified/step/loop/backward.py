@@ -1,6 +1,6 @@
 """The backward pass of a batch that runs as micro-batches, for the strategies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,9 @@ class MicroBatchBackward(Strategy):
     policy: MemoryPolicy
     _batchs_parameters: tuple[Tensor, ...] = ()
 
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(
+        self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool, leaves: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Run one micro-batch's backward pass, without the hooks that follow the batch's last.
 
         `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss. If they log it, the mean of
@@ -39,10 +41,11 @@ class MicroBatchBackward(Strategy):
             share: The factor of the loss; None if the loss is already its share.
             first: Whether it is the batch's first backward pass. The module's parameters are then listed anew, as each walk through
                 a deep module takes about as long as the launches of a block.
+            leaves: Other tensors that get gradients; read at the first backward pass.
         """
         assert self.lightning_module is not None
         if first:
-            self._batchs_parameters = tuple(self.lightning_module.parameters())
+            self._batchs_parameters = _each_once(*self.lightning_module.parameters(), *leaves)
         self.policy.caches.sample()
         self.pre_backward(loss)
         # no hook sees the loss of a micro-batch without loss terms
@@ -61,6 +64,10 @@ class MicroBatchBackward(Strategy):
         """Run the hooks after a batch's last backward pass, when its gradient is complete."""
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
+
+
+def _each_once(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple({id(one): one for one in tensors}.values())
 
 
 def _writes_gradients(module: L.LightningModule, parameters: Iterable[Tensor]) -> bool:

@@ -5,7 +5,7 @@ run once for each of them and `zero_grad` once for the batch. A closure of our o
 `training_step` before `backward`: with it, callbacks would see the first micro-batch's outputs only.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +29,10 @@ class ClosureHooks(Protocol):
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> "ZeroGrad | None":
         """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
+        ...
+
+    def leaves(self) -> Sequence[Tensor]:
+        """Return the tensors that get gradients, besides the optimizers' parameters."""
         ...
 
     def has_terms(self) -> bool:
@@ -66,7 +70,7 @@ class MicroBatchClosure(Closure):
         outputs: list[ClosureResult] = []
         scaled: Tensor | None = None
         zeroing, last = loop.zeroing(self._zero_grad_fn, micro_batches=batch.count), batch.count - 1
-        batch.begin()
+        batch.begin(loop.leaves())
         for index in range(batch.count):
             output = batch.step(index, in_window=self._zero_grad_fn is None)
             batch.end_micro_batch()
@@ -134,7 +138,7 @@ class LateZeroGrad(ZeroGrad):
         self, zero_grad: Callable[[], None], parameters: Iterable[Tensor], kept: Iterable[Tensor] = ()
     ) -> None:
         super().__init__(zero_grad, kept)
-        self._parameters = list(parameters)
+        self._parameters = list({id(one): one for one in parameters}.values())
         self._aside: list[Tensor | None] | None = None
 
     def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:
@@ -161,13 +165,19 @@ class LateZeroGrad(ZeroGrad):
 
 
 def order_of_zeroing(
-    zero_grad: Callable[[], None] | None, trainer: L.Trainer, *, micro_batches: int, keeps: bool
+    zero_grad: Callable[[], None] | None,
+    trainer: L.Trainer,
+    *,
+    leaves: Iterable[Tensor],
+    micro_batches: int,
+    keeps: bool,
 ) -> ZeroGrad | None:
     """Return the object that zeroes gradients at the right micro-batch.
 
     Args:
         zero_grad: Lightning's function; None if the batch does not open an accumulation window.
         trainer: Its module and callbacks may have the hook `on_before_zero_grad`.
+        leaves: Tensors besides the module's parameters that get gradients.
         micro_batches: The number of micro-batches of the batch.
         keeps: Whether to copy gradients that users' hooks see, because the step is repeated if memory runs out.
     """
@@ -178,7 +188,9 @@ def order_of_zeroing(
     sees_zeroing = sees or _has_own(module, "optimizer_zero_grad", L.LightningModule)
     kept = module.parameters() if keeps and sees_zeroing else ()
     return (
-        LateZeroGrad(zero_grad, module.parameters(), kept) if micro_batches > 1 and sees else ZeroGrad(zero_grad, kept)
+        LateZeroGrad(zero_grad, (*module.parameters(), *leaves), kept)
+        if micro_batches > 1 and sees
+        else ZeroGrad(zero_grad, kept)
     )
 
 

@@ -226,7 +226,8 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._attempt.gradients.hold()
         if self._window is not None:
             share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
-        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share, first)
+        leaves = self.leaves() if first else ()
+        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share, first, leaves)
         gather_gradients(self.trainer.lightning_module)
         self._phase = "forward"
         return scaled
@@ -235,10 +236,16 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
         attempt = self._attempt
         keeps = attempt is not None and not attempt.zeroing  # once, if an optimizer runs its closure again
-        zeroing = order_of_zeroing(zero_grad, self.trainer, micro_batches=micro_batches, keeps=keeps)
+        zeroing = order_of_zeroing(
+            zero_grad, self.trainer, leaves=self.leaves(), micro_batches=micro_batches, keeps=keeps
+        )
         if attempt is not None and zeroing is not None:
             attempt.zeroing.append(zeroing)
         return zeroing
+
+    def leaves(self) -> Sequence[Tensor]:
+        """Return the tensors that get gradients, besides the optimizers' parameters."""
+        return self._state.look() if self._attempt is None else self._attempt.snapshot.state.leaves
 
     def has_terms(self) -> bool:
         """Return whether the batch has loss terms that count in its window."""

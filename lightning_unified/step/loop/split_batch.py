@@ -29,7 +29,7 @@ class WholeBatch:
     def __init__(self, step: Callable[[], ClosureResult]) -> None:
         self._step = step
 
-    def begin(self) -> None:
+    def begin(self, _leaves: Sequence[Tensor]) -> None:
         """Do nothing: a whole batch has nothing to merge."""
 
     def step(self, _index: int, *, in_window: bool) -> ClosureResult:  # noqa: ARG002  # Lightning's own order
@@ -91,9 +91,13 @@ class SplitBatch:
         self._see_graph, self._see_bends = see_graph, see_bends
         self._graph, self._bends, self._levels = None, LossBends(), levels
         self._small = SmallParameters(self._parameters if is_checked else ())
+        self._others: list[tuple[Tensor, Tensor | None]] = []
 
-    def begin(self) -> None:
-        """Start over."""
+    def begin(self, leaves: Sequence[Tensor]) -> None:
+        """Start over, with the tensors besides the module's parameters that get gradients."""
+        known = {*map(id, self._parameters)} if leaves else ()
+        others = [leaf for leaf in leaves if id(leaf) not in known]
+        self._others = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others]
         self._merging.begin()
         self._outside.begin()
         self._small.begin()
@@ -163,12 +167,15 @@ class SplitBatch:
             return
         for parameter in self._parameters:
             parameter.grad = None
+        of_others = [(leaf, leaf.grad) for leaf, _ in self._others]
+        for leaf, before in self._others:  # the step may read or drop the gradient from before the batch
+            leaf.grad = None if before is None else before.clone()
         try:
             with no_new_recordings():
                 yield
         finally:
-            for parameter, gradient in zip(self._parameters, held, strict=True):
-                parameter.grad = gradient
+            for one, gradient in [*zip(self._parameters, held, strict=True), *of_others]:
+                one.grad = gradient
 
     def recording(self) -> AbstractContextManager[None]:
         """Hold back the values that are logged inside the block."""

@@ -17,7 +17,7 @@ from lightning_unified.step.recovery.oom import insist
 from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch
 from lightning_unified.step.undo.functions import names_attribute
 
-__all__ = ["HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
+__all__ = ["CopiedGradients", "HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
 
 
 class StateCopies:
@@ -39,7 +39,7 @@ class StateCopies:
 class StepSnapshot:
     """The state at the start of a step: `step.undo`, generators, logs, progress, scaler, batch.
 
-    Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
+    Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients`, `CopiedGradients` and
     `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.
 
     Args:
@@ -190,6 +190,27 @@ class HeldGradients:
 
     def _now(self) -> list[tuple[Tensor, Tensor]]:
         return [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+
+class CopiedGradients:
+    """Copies of the gradients that earlier batches left on tensors which no optimizer of the Trainer has.
+
+    No `zero_grad` of the Trainer drops these gradients: they grow until the user's own code drops them, at any time in a step.
+
+    Args:
+        leaves: The tensors.
+        apart_from: The parameters of the optimizer, which `HeldGradients` has.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], *, apart_from: Sequence[Tensor]) -> None:
+        known = {*map(id, apart_from)} if leaves else ()
+        others = [leaf for leaf in leaves if id(leaf) not in known]
+        self._copies = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others]
+
+    def restore(self) -> None:
+        """Put the copies in place of the present gradients."""
+        for leaf, gradient in self._copies:
+            leaf.grad = gradient
 
 
 def forget_unscaled(trainer: L.Trainer) -> None:

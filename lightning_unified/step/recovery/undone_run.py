@@ -73,6 +73,9 @@ class Undone:
         children = list(module.modules())
         parameters = _parameters(trainer, children)  # frozen ones too: a step may train them, and freeze others
         self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
+        known = {*map(id, parameters)}
+        leaves = [leaf for leaf in self._snapshot.state.leaves if id(leaf) not in known]
+        own = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]  # a step may read these
         # nothing is changed above, where memory may run out
         self._kernels = ExitStack()
         self._kernels.enter_context(_attention_without_cudnn())
@@ -83,6 +86,9 @@ class Undone:
         self._logs.__enter__()
         for parameter, _, _ in self._gradients:
             parameter.grad = None
+        for leaf, gradient in zip(leaves, own, strict=True):
+            self._gradients.append((leaf, leaf.grad, leaf.requires_grad))
+            leaf.grad = gradient
         for child in children:
             if child.training and self._in_eval(child):
                 child.training = False

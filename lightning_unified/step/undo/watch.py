@@ -81,13 +81,17 @@ class StateWatch:
             iterators=NotedIterators(changing.iterators, replaced),
             hooks=NotedHooks(self._modules.values()),
             metric_paths=self._metrics.keys(),
+            leaves=_leaves_among(self._found, changing),
         )
 
-    def look(self) -> None:
-        """Find the state without recording it."""
+    def look(self) -> list[Tensor]:
+        """Find the state without recording it, and return the leaves, as `Noted` has them."""
         self._looked_at()
-        if self._of_changing().modules:
+        changing = self._of_changing()
+        if changing.modules:
             self._scan()
+            changing = self._of_changing()
+        return _leaves_among(self._found, changing)
 
     def learn(self, noted: "Noted") -> None:
         """Record which large tensors a successful step changed since `noted`."""
@@ -174,6 +178,8 @@ class Noted:
         iterators: Iterators, as `iterators` keeps them.
         hooks: The hooks of modules, as `hooks` keeps them.
         metric_paths: Paths of torchmetrics objects.
+        leaves: The tensors that a backward pass may give gradients, besides the optimizers' parameters: unfrozen parameters that no
+            optimizer of the Trainer has, and tensors in attributes.
 
     Attributes:
         states: Generators and other values with a state, each with its state and path.
@@ -190,8 +196,9 @@ class Noted:
         iterators: NotedIterators,
         hooks: NotedHooks,
         metric_paths: Collection[str] = (),
+        leaves: Sequence[Tensor] = (),
     ) -> None:
-        self.tensors, self.metric_paths = tensors, metric_paths
+        self.tensors, self.metric_paths, self.leaves = tensors, metric_paths, leaves
         self._still, self._cells = still, changing.cells
         self.states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
         self.iterators, self.hooks = iterators, hooks
@@ -289,6 +296,11 @@ def _set_leaf(tensor: Tensor, *, requires_grad: bool, gradient: Tensor | None) -
 
 
 _DICTS = ("_modules", "_parameters", "_buffers")
+
+
+def _leaves_among(*several: Found) -> list[Tensor]:
+    tensors = (entry.tensor for found in several for entry in found.tensors)
+    return [one for one in tensors if one.requires_grad and one.is_leaf]
 
 
 def _tensors_of(found: Found) -> list[FoundTensor]:
