@@ -108,8 +108,10 @@ class SplitResults:
         return nullcontext() if self._written is None or self._is_settled else self._written.state_before()
 
     def settle(self, weights: MicroBatchWeights) -> None:
-        """Write the merged state, metrics and logs once; later calls do nothing."""
+        """Write the merged state, metrics and logs once; a later call adds only gradients that are written since."""
         if self._is_settled:
+            if self._written is not None:
+                self._written.finish_gradients(weights)
             return
         self._is_settled = True
         calls = {path_of_log(key): call for key, call in self._logs.logged.items() if _is_value_of_step(key, call)}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.results.kept_gradients import gradients_of
 from lightning_unified.step.results.sameness import same, size_of
 
 __all__ = ["MergeTable", "MicroBatchWeights", "fitting", "merged"]
@@ -41,7 +42,7 @@ class MicroBatchWeights:
 
 
 def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
-    """Return the whole batch's value by one rule.
+    """Return the whole batch's value by one rule, with the gradient that the values have kept (`retain_grad()`).
 
     Args:
         rule: Its name, such as `"mean"` or `"concatenate 1"` (along dimension 1), or a function of the values and the row counts.
@@ -53,6 +54,15 @@ def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any
     """
     if not isinstance(rule, str):
         return rule(list(values), list(weights.rows))
+    value = _merged(rule, values, weights)
+    gradients = None if rule in ("sum", *_EXTREMES) else gradients_of(values)
+    if gradients:
+        value = value.detach()
+        value.grad = _merged(rule if rule in CONCATENATIONS else "sum", gradients, weights)
+    return value
+
+
+def _merged(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
     if rule == "equal":
         if not all(same(value, values[0]) for value in values[1:]):
             raise SplitError("a value that was the same in all micro-batches so far differs between them now")

@@ -19,11 +19,13 @@ from torch import Tensor
 from lightning_unified.step.results.entries import refusal_of_merge
 from lightning_unified.step.results.merging import MergeTable
 
-__all__ = ["has_quotient", "learn_quotient", "quotient_of"]
+__all__ = ["has_quotient", "learn_quotient", "numbers_of", "quotient_of", "without_quotients"]
 
 _FACTORS = (1, 100)
 _MOST = 8  # numbers of one object; more are data
 _ROUNDING = 1e-6
+_LARGEST = 1e300  # larger whole numbers are no floating-point numbers
+_MEANS = ("mean", "mean of rows")  # an average of all batches is a mean in the first batch
 
 Numbers = Mapping[str, float]
 
@@ -118,3 +120,29 @@ def _owner(path: str) -> str:
 
 def _key(path: str) -> str:
     return f"{path} (quotient)"
+
+
+def without_quotients(table: MergeTable, troubles: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Learn which numbers are quotients of others; return `troubles` without them."""
+    left, numbers = list(troubles), numbers_of(runs)
+    for path in numbers[0]:
+        if path in troubles or has_quotient(table, path) or table.rule(path) in _MEANS:
+            is_quotient = learn_quotient(table, path, numbers)
+            if is_quotient and path in left:
+                table.unmergeable.discard(path)
+                left.remove(path)
+    return left
+
+
+def numbers_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Return the numbers that each run leaves at the paths of its writes, where all runs leave one."""
+    written = {path: write for run in runs for path, write in run.items()}
+    left = [{path: run[path].after if path in run else one.before for path, one in written.items()} for run in runs]
+    paths = [path for path in written if all(_is_number(one[path]) for one in left)]
+    return [{path: float(one[path]) for path in paths} for one in left]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST

@@ -21,7 +21,7 @@ differently, such as a time.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +38,9 @@ from lightning_unified.step.results.entries import (
     merge_entry,
     refusal_of_merge,
 )
+from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
-from lightning_unified.step.results.quotients import has_quotient, learn_quotient, quotient_of
+from lightning_unified.step.results.quotients import has_quotient, numbers_of, quotient_of, without_quotients
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
@@ -55,10 +56,6 @@ __all__ = [
     "with_states_of",
     "written_since",
 ]
-
-
-_LARGEST = 1e300  # of numbers that may be quotients; larger whole numbers are no floating-point numbers
-_MEANS = ("mean", "mean of rows")  # an average of all batches is a mean in the first batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +99,7 @@ def learn_written(
         else:
             after, *values = [UNWRITTEN if one is None else one.after for one in writes]
             troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
-    return _without_quotients(table, troubles, [whole, *runs])
-
-
-def _without_quotients(table: MergeTable, troubles: Sequence[str], runs: Sequence[Written]) -> list[str]:
-    """Learn which numbers are quotients of others; return `troubles` without them."""
-    left, numbers = list(troubles), _numbers_of(runs)
-    for path in numbers[0]:
-        if path in troubles or has_quotient(table, path) or table.rule(path) in _MEANS:
-            is_quotient = learn_quotient(table, path, numbers)
-            if is_quotient and path in left:
-                table.unmergeable.discard(path)
-                left.remove(path)
-    return left
-
-
-def _numbers_of(runs: Sequence[Mapping[str, Write | Change]]) -> list[dict[str, float]]:
-    """Return the numbers that each run leaves at written paths, where all runs leave one."""
-    written = {path: write for run in runs for path, write in run.items()}
-    left = [{path: run[path].after if path in run else one.before for path, one in written.items()} for run in runs]
-    paths = [path for path in written if all(_is_number(one[path]) for one in left)]
-    return [{path: float(one[path]) for path in paths} for one in left]
+    return without_quotients(table, troubles, [whole, *runs])
 
 
 def differing(one: Written, other: Written) -> set[str]:
@@ -195,6 +172,7 @@ class WrittenOverMicroBatches:
         self._noted: Noted | None = None
         self._versions: list[int] = []
         self._writes: list[dict[str, Change]] = []
+        self._late: dict[str, Any] = {}  # merged values of which the last backward pass is yet to write gradients
 
     def begin_micro_batch(self) -> None:
         """Restore the state from before the batch for the next micro-batch."""
@@ -282,17 +260,32 @@ class WrittenOverMicroBatches:
         for path in failing:
             merges = path not in new or self._merges(written[path])
             whole[path] = self._merged(path, weights) if merges else self._last_written(path)
-        for path, value in whole.items():
-            if isinstance(value, SplitError):
-                raise value
-            change, last = self._change(path), self._writes[-1].get(path)
-            # an equal value is already there, and a graph may still need it unchanged
-            if change.kind == "members" or last is None or not same(value, last.after, tolerance=0.0):
-                change.put(value)
+        there = {path: self._put(path, value) for path, value in whole.items()}
+        self._late = {path: value for path, value in there.items() if awaits_gradient(self._last_written(path))}
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
-        self._noted, self._writes = None, []
+        self._noted, self._writes = None, self._writes if self._late else []
+
+    def _put(self, path: str, value: Any) -> Any:
+        """Write the whole batch's value at a path, and return the value that is there then."""
+        if isinstance(value, SplitError):
+            raise value
+        change, last = self._change(path), self._writes[-1].get(path)
+        # an equal value is already there, and a graph may still need it unchanged
+        is_there = last is not None and same(value, last.after, tolerance=0.0) and not gradients_of([value])
+        if last is not None and change.kind != "members" and is_there:
+            return last.after
+        change.put(value)
+        return value
+
+    def finish_gradients(self, weights: MicroBatchWeights) -> None:
+        """Give merged values the gradients of a backward pass that has run since `finish`."""
+        for path, value in self._late.items():
+            again = self._merged(path, weights)
+            if not isinstance(again, SplitError):
+                copy_gradients(again, value)
+        self._late, self._writes = {}, []
 
     @property
     def _paths(self) -> list[str]:
@@ -315,7 +308,7 @@ class WrittenOverMicroBatches:
                 return self._by_rule(path, weights)
             # the two numbers by rules of their own: in the first batch, each number of a meter may be a quotient of others
             merged = partial(self._by_rule, weights=weights)
-            quotient = quotient_of(self._table, path, _numbers_of(self._writes), merged, self._change(path).after)
+            quotient = quotient_of(self._table, path, numbers_of(self._writes), merged, self._change(path).after)
             value = self._by_rule(path, weights) if is_mergeable(self._table, path) else quotient
             return value if same(value, quotient, tolerance=1e-5) else refusal_of_merge(path)
         except SplitError as refusal:
@@ -327,12 +320,6 @@ class WrittenOverMicroBatches:
             return set().union(known.before, *(one.after for one in changes if one is not None))
         values = [UNWRITTEN if one is None else one.after for one in changes]
         return merge_entry(self._table, path, known.before, values, weights)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and not value.is_meta
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _has_fraction(value: Any) -> bool:
