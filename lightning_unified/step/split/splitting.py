@@ -51,7 +51,7 @@ class BatchSplitter:
     def require_shape(self, batch: Any) -> BatchShape | None:
         """Return the size of `batch`; raise an error if it is unknown and the batch may be split.
 
-        With `splittable=False`, return None for an unknown number of rows.
+        Return None for a batch of no rows, which runs whole; with `splittable=False` also for an unknown number of rows.
 
         Raises:
             SplitError: If the number of rows is unknown and the module's batches may be split.
@@ -59,9 +59,8 @@ class BatchSplitter:
         if not self._rules.splittable:
             return self.shape(batch)
         shape = self._measured(batch, loader=0)
-        if shape is None:
-            refusal = self._finder(0).refusal(batch, 0, self._sub_batches(batch, 0))
-            raise refusal or SplitError(f"nothing tells how many rows a batch of {self._name} has.")
+        if shape is None and (refusal := self._finder(0).refusal(batch, 0, self._sub_batches(batch, 0))) is not None:
+            raise refusal
         return shape
 
     def refusal(self, batch: Any, rows: int, *, loader: int = 0) -> SplitError | None:

@@ -119,3 +119,21 @@ def test_a_size_found_by_recovery_does_not_refuse_a_module_with_larger_units():
     fit(module, module.loader(rows=16), strategy=strategy)
 
     assert strategy.micro_batch_size == 4
+
+
+def test_a_batch_without_any_row_runs_whole():
+    """Filters in a collate function may leave none."""
+
+    class Filtered(MLP):
+        def training_step(self, batch, batch_idx):
+            rows = len(batch["x"])
+            return super().training_step(batch, batch_idx) if rows else {"loss": self.net(batch["x"]).sum()}
+
+    def loader():
+        rows = MLP.loader().dataset
+        batches = [range(8), range(8, 13), range(0), range(13, 22)]
+        collate = torch.utils.data.default_collate
+        empty = {name: value[:0] for name, value in collate([rows[0]]).items()}
+        return DataLoader(rows, batch_sampler=batches, collate_fn=lambda some: collate(some) if some else empty)
+
+    same_cut_and_whole(Filtered, loader=loader)
