@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from lightning_unified.cost_model.prediction import Prediction
     from lightning_unified.cost_model.rates import tabled_rates
     from lightning_unified.hardware import Reading, read
+    from lightning_unified.hardware.out_of_memory import is_out_of_memory
     from lightning_unified.micro_batches import MergeRules, MicroBatchRules, RowRules
     from lightning_unified.planner.predict import plan, predict
     from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
-    from lightning_unified.step.recovery.oom import is_out_of_memory
     from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedFSDPStrategy, UnifiedStrategy
 
 __all__ = [
@@ -69,7 +69,7 @@ _HOMES = {
     "UnifiedDDPStrategy": "strategies",
     "UnifiedFSDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",
-    "is_out_of_memory": "step.recovery.oom",
+    "is_out_of_memory": "hardware.out_of_memory",
     "plan": "planner.predict",
     "predict": "planner.predict",
     "read": "hardware",

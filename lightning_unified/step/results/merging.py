@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.results.kept_gradients import gradients_of
 from lightning_unified.step.results.sameness import same, size_of
 
@@ -51,6 +52,7 @@ def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any
 
     Raises:
         SplitError: If the rule is `"equal"` and the values differ, or the rule does not apply to such values.
+        Exception: If memory runs out.
     """
     if not isinstance(rule, str):
         return rule(list(values), list(weights.rows))
@@ -72,6 +74,8 @@ def _merged(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
             return _concatenated(values, dim=int(rule.removeprefix("concatenate") or 0))
         return _figure(rule, values, weights)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         raise SplitError(f"values of micro-batches cannot be put together by {rule!r}: {error}") from error
 
 

@@ -26,12 +26,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.errors import RankError, SplitError
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.recovery.generators import GeneratorWatch
-from lightning_unified.step.recovery.oom import caught, is_out_of_memory
+from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.sharding.kept_shards import KeptShards, refuse_other_collectives
 
 __all__ = ["ShardedChecks"]

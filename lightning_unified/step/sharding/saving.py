@@ -28,9 +28,10 @@ from lightning_unified.files.atomic import PARTIAL, publish, put_back, remove
 from lightning_unified.files.pages import opened_uncached
 from lightning_unified.files.sharded_folder import META, ShardedFolderError, check_pieces, divided
 from lightning_unified.files.written import UncachedFile
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.recovery.checkpoint_io import failures_named
-from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
+from lightning_unified.step.recovery.oom import release_cached_memory
 
 __all__ = ["save_folder"]
 

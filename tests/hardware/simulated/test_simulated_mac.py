@@ -4,8 +4,8 @@ import pytest
 
 from lightning_unified.hardware import cap_allocator, resolve_budget
 from lightning_unified.hardware.allocators.metal import MetalHeaps
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.hardware.simulated import SimulatedMachine
-from lightning_unified.step.recovery.oom import is_out_of_memory
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TORCHES = ("2.13.0", "2.14.1")

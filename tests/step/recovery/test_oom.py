@@ -8,7 +8,8 @@ import torch
 
 import lightning_unified
 from lightning_unified.errors import OutOfMemoryError
-from lightning_unified.step.recovery.oom import caught, is_out_of_memory, release_cached_memory, requested_bytes
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
+from lightning_unified.step.recovery.oom import caught, release_cached_memory, requested_bytes
 
 TEXTS = [
     # caching allocators and their drivers

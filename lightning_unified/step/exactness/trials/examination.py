@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.exactness.findings import Findings
@@ -24,7 +25,7 @@ from lightning_unified.step.exactness.trials.comparison import Trial
 from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.run import Runner
-from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
+from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.split import BatchSplitter, split_rows
 
 __all__ = ["UNITS", "Check", "Examination"]

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_unified.errors import RankError
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
@@ -33,7 +34,6 @@ from lightning_unified.step.exactness.trials.results import Results, aside, copi
 from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights, used_otherwise
 from lightning_unified.step.exactness.verdict import BatchNormsThatMix, refusal_of_batch_norms, refuse_batch_norm
 from lightning_unified.step.recovery.generators import GeneratorWatch
-from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook

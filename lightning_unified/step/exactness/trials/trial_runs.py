@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_unified.errors import RankError, SplitError, UndoError
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, Order, RecordDraws, ReplayDraws
@@ -18,7 +19,6 @@ from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.rounding import nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.recovery.generators import GeneratorWatch
-from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.results.written import drawn_unequally, with_states_of
 
 __all__ = ["TrialRuns"]
