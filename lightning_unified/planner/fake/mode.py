@@ -4,6 +4,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.planner.fake.cached_mode import CachedFakeMode
-from lightning_unified.planner.fake.known_values import Answers, array_of, value_of
+from lightning_unified.planner.fake.known_values import Answers, array_of, tensors_among, value_of
 from lightning_unified.planner.fake.packing import packed_by_value
 
 __all__ = ["World", "fake_world"]
@@ -60,11 +61,12 @@ class World:
 def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Answers]]:
     """Make every tensor created inside the block a fake tensor, and answer reads of values.
 
-    It closes three gaps of torch's mode:
+    It closes four gaps of torch's mode:
 
     1. `copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes such copies in `self.log`.
     2. Formatting a fake tensor needs its value.
     3. Conversion to NumPy needs it too.
+    4. `torch.tensor` and `torch.as_tensor` read the memory of tensors in lists, such as norms of gradients.
 
     Args:
         world: A world that was entered before, to continue in it; None for a new one.
@@ -88,6 +90,8 @@ def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Ans
         if hasattr(transformers, "is_fake_tensor"):
             # it takes fake tensors for a sign of a compiler, and then makes masks that training does not make
             stack.enter_context(replaced(transformers, "is_fake_tensor", lambda _: False))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(replaced(torch, name, partial(_of_numbers, getattr(torch, name))))
         stack.enter_context(packed_by_value(answers))
         stack.enter_context(mode)
         stack.enter_context(answers)
@@ -142,6 +146,21 @@ def _deep_copy(fake: Tensor, memo: dict[int, Any]) -> Tensor:
     if fake.grad is not None:
         result.grad = copy.deepcopy(fake.grad, memo)
     return result
+
+
+def _of_numbers(made: Callable[..., Tensor], data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a tensor made of a list, with the numbers of the fake tensors in it."""
+    within = tensors_among(data) if isinstance(data, (list, tuple)) else ()
+    fakes = [one for one in within if isinstance(one, FakeTensor)]
+    if fakes and not args and kwargs.get("dtype") is None:
+        kwargs["dtype"] = reduce(torch.promote_types, (one.dtype for one in fakes))
+    return made(_numbers(data) if fakes else data, *args, **kwargs)
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return [_numbers(one) for one in data]
+    return data.tolist() if isinstance(data, FakeTensor) else data
 
 
 def _format(fake: Tensor, specification: str) -> str:

@@ -49,6 +49,19 @@ def test_a_read_that_decides_a_shape_is_of_low_confidence():
     assert trace.confidence == "low"
 
 
+def test_a_tensor_is_made_of_the_tensors_in_a_list():
+    """Lightning's `grad_norm` makes one of the norms of all gradients."""
+
+    class Module(Reader):
+        def read(self, x, y):
+            norms = torch.tensor([[x[0].norm(), 1.0], [x[1].norm(), 2.0]])
+            counts = torch.as_tensor([y.max(), y.min()])
+            assert (norms.shape, norms.dtype, counts.dtype) == ((2, 2), x.dtype, y.dtype)
+            return x * norms.sum() + counts.sum()
+
+    assert trace_step(Module(), Module.batch(4), rows=4).confidence != "low"
+
+
 def test_what_cannot_be_run_without_values_says_so():
     class Module(Reader):
         def read(self, x, y):
