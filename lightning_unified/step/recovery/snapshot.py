@@ -193,7 +193,7 @@ class HeldGradients:
 
 
 class CopiedGradients:
-    """Copies of the gradients that earlier batches left on tensors which no optimizer of the Trainer has.
+    """Copies of the gradients of tensors that no optimizer of the Trainer has.
 
     No `zero_grad` of the Trainer drops these gradients: they grow until the user's own code drops them, at any time in a step.
 

@@ -1,5 +1,6 @@
-"""Gradients that tensors keep beside their values: leaves of a graph, and activations after `retain_grad()`.
+"""Merge the gradients that tensors keep beside their values.
 
+Leaves of a graph keep theirs, and activations after `retain_grad()`.
 The backward pass of a micro-batch writes its share of the whole batch's gradient. So the gradients of rows lie one after another, and those
 of a tensor that each micro-batch makes again add up.
 """

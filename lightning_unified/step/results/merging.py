@@ -43,7 +43,7 @@ class MicroBatchWeights:
 
 
 def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
-    """Return the whole batch's value by one rule, with the gradient that the values have kept (`retain_grad()`).
+    """Return the whole batch's value by one rule, with the gradient that the values have kept.
 
     Args:
         rule: Its name, such as `"mean"` or `"concatenate 1"` (along dimension 1), or a function of the values and the row counts.

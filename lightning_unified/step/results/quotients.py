@@ -135,7 +135,7 @@ def without_quotients(table: MergeTable, troubles: Sequence[str], runs: Sequence
 
 
 def numbers_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the numbers that each run leaves at the paths of its writes, where all runs leave one."""
+    """Return the numbers that each run leaves at written paths, where all runs leave one."""
     written = {path: write for run in runs for path, write in run.items()}
     left = [{path: run[path].after if path in run else one.before for path, one in written.items()} for run in runs]
     paths = [path for path in written if all(_is_number(one[path]) for one in left)]

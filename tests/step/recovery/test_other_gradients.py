@@ -1,4 +1,7 @@
-"""Gradients of tensors that no optimizer of the Trainer has: no `zero_grad` drops them, and users read them in hooks."""
+"""Gradients of tensors that no optimizer of the Trainer has.
+
+No `zero_grad` drops them, and users read them in hooks.
+"""
 
 import lightning as L
 import pytest
