@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.undone_run import parameters_of_step
 from lightning_unified.step.results.logs import inside_hook
 
 __all__ = ["MicroBatchBackward"]
@@ -45,7 +46,7 @@ class MicroBatchBackward(Strategy):
         """
         assert self.lightning_module is not None
         if first:
-            self._batchs_parameters = _each_once(*self.lightning_module.parameters(), *leaves)
+            self._batchs_parameters = _each_once(*parameters_of_step(self.lightning_module.trainer), *leaves)
         self.policy.caches.sample()
         self.pre_backward(loss)
         # no hook sees the loss of a micro-batch without loss terms

@@ -25,6 +25,7 @@ from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.loop.split_results import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.undone_run import parameters_of_step
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
@@ -168,7 +169,7 @@ class CheckedSplitter:
                 else (),
                 learn=_then(partial(self._learn_more, kwargs, shape), keeps),
             ),
-            parameters=list(self._trainer.lightning_module.parameters()),
+            parameters=parameters_of_step(self._trainer),
             outside=OutsideWrites(
                 self._trainer, batch, micro_batches, rows, is_read=overrides(self._trainer, "on_train_batch_end")
             ),

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
+from lightning_unified.step.recovery.undone_run import parameters_of_step
 from lightning_unified.step.undo.kinds import is_ours
 
 __all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "order_of_zeroing", "overrides"]
@@ -177,7 +178,7 @@ def order_of_zeroing(
     Args:
         zero_grad: Lightning's function; None if the batch does not open an accumulation window.
         trainer: Its module and callbacks may have the hook `on_before_zero_grad`.
-        leaves: Tensors besides the module's parameters that get gradients.
+        leaves: Tensors besides the parameters of module and optimizers that get gradients.
         micro_batches: The number of micro-batches of the batch.
         keeps: Whether to copy gradients that users' hooks see, because the step is repeated if memory runs out.
     """
@@ -186,9 +187,10 @@ def order_of_zeroing(
     module = trainer.lightning_module
     sees = overrides(trainer, "on_before_zero_grad")
     sees_zeroing = sees or _has_own(module, "optimizer_zero_grad", L.LightningModule)
-    kept = module.parameters() if keeps and sees_zeroing else ()
+    parameters = parameters_of_step(trainer) if sees_zeroing else ()
+    kept = parameters if keeps else ()
     return (
-        LateZeroGrad(zero_grad, (*module.parameters(), *leaves), kept)
+        LateZeroGrad(zero_grad, (*parameters, *leaves), kept)
         if micro_batches > 1 and sees
         else ZeroGrad(zero_grad, kept)
     )

@@ -62,7 +62,7 @@ class SplitBatch:
         steps: One function for each micro-batch, which runs `training_step` on it.
         weighting: The weights of the micro-batches.
         merging: Merges their results.
-        parameters: The module's parameters. A step that computes gradients of its own must not change those of earlier
+        parameters: The parameters of module and optimizers. A step that computes gradients of its own must not change those of earlier
             micro-batches.
         outside: Notes what the steps write outside the module.
         see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
@@ -94,7 +94,7 @@ class SplitBatch:
         self._others: list[tuple[Tensor, Tensor | None]] = []
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
-        """Start over, with the tensors besides the module's parameters that get gradients."""
+        """Start over, with the tensors besides these parameters that get gradients."""
         known = {*map(id, self._parameters)} if leaves else ()
         others = [leaf for leaf in leaves if id(leaf) not in known]
         self._others = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others]

@@ -1,6 +1,6 @@
-"""Gradients of tensors that no optimizer of the Trainer has.
+"""Gradients of tensors that only the module or only the optimizer has, or neither.
 
-No `zero_grad` drops them, and users read them in hooks.
+No `zero_grad` drops those of tensors beside the optimizer, and users read them in hooks.
 """
 
 import lightning as L
@@ -84,6 +84,35 @@ class Hidden(Logs):
         return self.hidden[0].weight.detach().norm()
 
 
+class Optimized(Logs):
+    """Gives the optimizer a tensor that is no parameter of the module, and has its own `backward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+
+    def shifted(self, x):
+        return x + self.shift
+
+    def backward(self, loss, *args, **kwargs):
+        loss.backward()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), self.shift], 0.1, momentum=0.9)
+
+    def figure(self):
+        return self.shift.detach().norm()
+
+
+class Differentiates(Optimized):
+    """Runs a backward pass in its step, and drops the gradient."""
+
+    def shifted(self, x):
+        self.net(x + self.shift).square().mean().backward(inputs=[self.shift])
+        self.shift.grad = None
+        return super().shifted(x)
+
+
 def run(kind, strategy, *callbacks):
     torch.manual_seed(0)
     module = kind().double()
@@ -91,7 +120,7 @@ def run(kind, strategy, *callbacks):
     return module
 
 
-@pytest.mark.parametrize("kind", [Unfrozen, OwnBackward, Perturbed, Hidden])
+@pytest.mark.parametrize("kind", [Unfrozen, OwnBackward, Perturbed, Hidden, Optimized, Differentiates])
 @pytest.mark.parametrize("phase", [None, "backward", "forward"])
 def test_other_gradients_are_those_of_whole_batches(kind, phase):
     failing = () if phase is None else (Fails(phase, batch=1), Fails(phase))
