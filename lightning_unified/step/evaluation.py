@@ -105,6 +105,11 @@ class EvaluationSteps:
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
+            if check.leaves_gradients:
+                self._policy.notices.say_per_micro_batch(
+                    f"the backward pass of {phase}_step runs",
+                    "The gradients that it leaves add up those of micro-batches. Take them from torch.autograd.grad(...), and log or return them.",
+                )
         micro_batches = splitter.micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,

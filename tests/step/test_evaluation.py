@@ -240,3 +240,18 @@ def test_a_logger_is_no_state_that_an_evaluation_step_writes(stage, tmp_path):
 
     assert runner.loggers == [logger]
     assert "loss_epoch" in runner.callback_metrics
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_gradients_that_a_validation_step_leaves_are_named(leaves, caplog):
+    class Differentiates(MLP):
+        def validation_step(self, batch, batch_idx):
+            with torch.enable_grad():
+                F.cross_entropy(self.net(batch["x"]), batch["y"]).backward()
+            if not leaves:
+                self.zero_grad()
+
+    runner = trainer(UnifiedStrategy(evaluation_micro_batch_size=3), inference_mode=False)
+    runner.validate(made(kind=Differentiates), MLP.loader(), verbose=False)
+
+    assert ("the backward pass of validation_step runs once for each" in caplog.text.lower()) == leaves

@@ -158,6 +158,11 @@ class EvaluationCheck:
         """
         return self._runs.has_drawn
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether the step leaves gradients of the module's parameters, which nothing merges."""
+        return self._runs.leaves_gradients
+
     def undecided(self, micro_batches: Sequence[Any], sizes: Sequence[int]) -> set[str]:
         """Return the names of logs that loss rules weight differently here, all of which fit."""
         own = self._shares(self.rule, micro_batches, sizes)

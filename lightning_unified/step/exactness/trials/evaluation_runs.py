@@ -48,11 +48,12 @@ class EvaluationRuns:
 
     Attributes:
         has_drawn: Whether a step has drawn random numbers.
+        leaves_gradients: Whether a step has left gradients of the module's parameters.
     """
 
     def __init__(self, trainer: L.Trainer, split: Callable[..., Any], *, group: CheckGroup) -> None:
         self._trainer, self._split, self._group = trainer, split, group
-        self.has_drawn = self._keeps_autocast = False
+        self.has_drawn = self.leaves_gradients = self._keeps_autocast = False
 
     def trials(
         self,
@@ -149,4 +150,6 @@ class EvaluationRuns:
         with aside(self._trainer, self._trainer._results, draws) as gather:
             with self._group.passes(), draws, precise(self._trainer, keeps_autocast=self._keeps_autocast):
                 returned = step(own)
+            parameters = self._trainer.lightning_module.parameters()
+            self.leaves_gradients |= any(one.grad is not None for one in parameters)
             return gather(returned)
