@@ -83,6 +83,7 @@ class Comparison:
     Args:
         whole: The run over all rows.
         split: The runs over the micro-batches.
+        repeated: Runs all rows once more, with the same random draws or none.
         troubles: The reasons why the random draws could not be replayed.
         is_drawn: Whether the whole run has drawn random numbers.
         is_ordered: Whether a draw had several entries per row, so that their order mattered.
@@ -91,6 +92,7 @@ class Comparison:
 
     whole: Run
     split: SplitRuns
+    repeated: Callable[[], Run]
     troubles: Sequence[str] = ()
     is_drawn: bool = False
     is_ordered: bool = False

@@ -107,7 +107,7 @@ class Judge:
             caches = self._caches(troubles, comparison, runs)
             troubles = [path for path in troubles if path not in caches]
         if self._runner.anywhere(bool(troubles)):
-            again = differing(whole.written, runs.repeated().written)
+            again = differing(whole.written, comparison.repeated().written)
             troubles = [path for path in troubles if path not in again]
         if troubles:
             raise SplitError(refusal_of_state(self._whose, troubles) + since)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class TrialRuns:
                 self._runner.draws_in_eval = True
                 return None
             self._quiet_wholes[rows] = whole
-        return Comparison(whole=whole, split=self._split_runs([NoDraws(generators) for _ in self._trial.split]))
+        split = self._split_runs([NoDraws(generators) for _ in self._trial.split])
+        return Comparison(whole=whole, split=split, repeated=lambda: self._whole(NoDraws(generators)))
 
     def replayed(self, rules: Sequence[LossRule]) -> Comparison:
         """Compare with replayed draws, first without watching the backward pass.
@@ -87,13 +89,20 @@ class TrialRuns:
         return seldom if seldom.none_agrees(rules) else often
 
     def _constant(self, drawn: Comparison, *, share: float) -> Comparison:
+        repeated = partial(self._constant_whole, share)
+        whole = repeated()
         with equal_host_draws(self._runner.module):
-            whole = self._whole(ConstantDraws(share))
             split = self._split_runs([ConstantDraws(share) for _ in self._trial.split])
-        comparison = Comparison(whole=whole, split=split, troubles=drawn.troubles[:1], is_drawn=True)
+        comparison = Comparison(
+            whole=whole, split=split, repeated=repeated, troubles=drawn.troubles[:1], is_drawn=True
+        )
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
         return comparison
+
+    def _constant_whole(self, share: float) -> Run:
+        with equal_host_draws(self._runner.module):
+            return self._whole(ConstantDraws(share))
 
     def rounding(self, lowest: torch.dtype) -> float:
         """Return the change of the gradient by one rounding step of the parameters, in tolerances.
@@ -105,13 +114,9 @@ class TrialRuns:
             whole = self._whole(ConstantDraws())
             with nudged(self._runner.module.parameters(), lowest) as has_changed:
                 moved = self._whole(ConstantDraws()) if has_changed else whole
-        comparison = Comparison(whole=whole, split=SplitRuns(sizes=[], batches=[], runs=[]))
+        comparison = Comparison(whole=whole, split=SplitRuns(sizes=[], batches=[], runs=[]), repeated=lambda: whole)
         excess = disagreement(whole.gradient, [(moved.gradient, 1.0)], comparison.tolerance).excess
         return excess if math.isfinite(excess) else 0.0
-
-    def repeated(self) -> Run:
-        """Run all rows of the trial once more, with other random draws."""
-        return self._whole(RecordDraws())
 
     def elsewhere(self, index: int) -> Run:
         """Run as many rows as micro-batch `index` has, at the other end of the trial."""
@@ -148,6 +153,7 @@ class TrialRuns:
             troubles=troubles,
             is_drawn=recorded.has_drawn or whole.draws_on_host or bool(own),
             is_ordered=any(replay.is_ordered for replay in replays),
+            repeated=lambda: self._whole(RecordDraws()),
         )
 
     def _split_runs(self, draws: Sequence[DrawMode]) -> SplitRuns:
