@@ -103,6 +103,7 @@ class EvaluationSteps:
             if check.compared < own.rows:
                 self._policy.notices.say_few_compared(check.compared, phase=phase)
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
+            self._policy.notices.say_varying(check.tables.varying, phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
             if check.leaves_gradients:

@@ -23,6 +23,7 @@ class Tables:
         written: The rules for buffers, frozen parameters and attributes that the step writes.
         joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
         sized: The paths of dicts to which micro-batches add entries under their own number of rows.
+        varying: The paths of state that equal runs write differently, such as times.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -32,6 +33,7 @@ class Tables:
     written: MergeTable = field(default_factory=MergeTable)
     joins: dict[str, bool] = field(default_factory=dict)
     sized: set[str] = field(default_factory=set)
+    varying: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -61,13 +63,19 @@ class Tables:
     def state_dict(self) -> dict[str, Any]:
         """Return the inferred rules, for a checkpoint."""
         tables = {name: table.state_dict() for name, table in self._inferred.items()}
-        return {"tables": tables, "joins": dict(self.joins), "sized": sorted(self.sized)}
+        return {
+            "tables": tables,
+            "joins": dict(self.joins),
+            "sized": sorted(self.sized),
+            "varying": sorted(self.varying),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the rules that another run inferred."""
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
         self.joins, self.sized = dict(state["joins"]), set(state.get("sized", ()))
+        self.varying = set(state.get("varying", ()))
 
 
 def owner_of(path: str) -> str:

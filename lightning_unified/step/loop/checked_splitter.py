@@ -152,6 +152,7 @@ class CheckedSplitter:
     def _micro_batches(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: list[int]) -> SplitBatch:
         key, batch = next(iter(kwargs.items()))
         self._policy.notices.say_sized(self.check.tables.sized)
+        self._policy.notices.say_varying(self.check.tables.varying, phase="training")
         micro_batches = self.splitter.micro_batches(batch, rows)
         weighting = partial(self._weighting, batch, micro_batches, rows)
         used = weighting()

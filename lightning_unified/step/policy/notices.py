@@ -100,6 +100,15 @@ class Notices:
                 "its entries must depend on nothing but the number of rows."
             )
 
+    def say_varying(self, paths: Iterable[str], *, phase: str) -> None:
+        """Note once which state equal runs write differently."""
+        for path in sorted(paths):
+            self.say(
+                f"{phase}_step writes {path}, which differs between equal runs, as a time does, or is of a kind that cannot be compared: where a "
+                "batch is split, it is what micro-batches write, not the whole batch.",
+                log.info,
+            )
+
     def say_rewritten(self, names: Iterable[str]) -> None:
         """Warn once of each trained parameter that a failed step wrote before the optimizer."""
         for name in names:

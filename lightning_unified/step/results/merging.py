@@ -17,8 +17,9 @@ from lightning_unified.errors import SplitError
 from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.results.kept_gradients import gradients_of
 from lightning_unified.step.results.sameness import same, size_of
+from lightning_unified.step.split.containers import is_sequence
 
-__all__ = ["MergeTable", "MicroBatchWeights", "fitting", "merged"]
+__all__ = ["LAST", "MergeTable", "MicroBatchWeights", "fitting", "merged"]
 
 Rule = str | Callable[[list[Any], list[int]], Any]
 
@@ -26,7 +27,8 @@ CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
 _SUMS = ("mean", "mean of rows", "sum")
 _EXTREMES = ("max", "min")
-_ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of several fitting rules the first is used
+LAST = "last"  # noted for values that equal runs write differently, such as times
+_ORDER = (LAST, "as written", "equal", *CONCATENATIONS, *FIGURES)  # of several fitting rules the first is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any
     if not isinstance(rule, str):
         return rule(list(values), list(weights.rows))
     value = _merged(rule, values, weights)
-    gradients = None if rule in ("sum", *_EXTREMES) else gradients_of(values)
+    gradients = None if rule in (LAST, "sum", *_EXTREMES) else gradients_of(values)
     if gradients:
         value = value.detach()
         value.grad = _merged(rule if rule in CONCATENATIONS else "sum", gradients, weights)
@@ -65,6 +67,8 @@ def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any
 
 
 def _merged(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
+    if rule == LAST:
+        return values[-1]
     if rule == "equal":
         if not all(same(value, values[0]) for value in values[1:]):
             raise SplitError("a value that was the same in all micro-batches so far differs between them now")
@@ -176,7 +180,7 @@ def _concatenations(values: Sequence[Any], whole: Any) -> Sequence[str]:
             if all(value.ndim == whole.ndim for value in values)
             and sum(value.shape[dim] for value in values) == whole.shape[dim]
         ]
-    return CONCATENATIONS[:1] if isinstance(whole, (list, tuple)) else ()
+    return CONCATENATIONS[:1] if is_sequence(whole) else ()
 
 
 def _figures(whole: Any) -> Sequence[str]:
@@ -216,7 +220,7 @@ class MergeTable:
         self, path: str, values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, tolerance: float
     ) -> None:
         """Keep only the rules for `path` that also fit these values."""
-        if path in self.given:
+        if path in self.given or LAST in self.all_rules(path):
             return
         fits = frozenset(filter(self.allowed, fitting(values, whole, weights, tolerance=tolerance)))
         self._fits[path] = self._fits.get(path, fits) & fits

@@ -12,12 +12,13 @@ are merged by a rule that the exactness check has found:
 | an entry that only one micro-batch writes | `self.losses[sample] = loss` | as written |
 | the members that micro-batches add to a set | `self.seen.update(samples)` | the union |
 | a dict or set that the step creates | `self.cache = {}` | entry by entry |
+| an object that the step makes | `self.posterior = Normal(mean, scale)` | attribute by attribute |
 | the quotient of two numbers beside it | `self.average = self.sum / self.count` | the quotient of the merged numbers |
 | the merged tails that micro-batches append | `self.outputs.append(loss)` | a rule for each entry |
 
 Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them. One is the
 state of the module's own random generators, which advance with every draw. The other is a value that two equal runs write
-differently, such as a time.
+differently, such as a time; in a container or an object, the last micro-batch's stays.
 """
 
 import random
@@ -42,7 +43,6 @@ from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.results.quotients import has_quotient, numbers_of, quotient_of, without_quotients
 from lightning_unified.step.results.sameness import same
-from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
 from lightning_unified.step.undo.changes import Change, changes_since, is_same, moved_since, versions_of
 
@@ -50,7 +50,6 @@ __all__ = [
     "Write",
     "Written",
     "WrittenOverMicroBatches",
-    "differing",
     "drawn_unequally",
     "learn_written",
     "with_states_of",
@@ -100,23 +99,6 @@ def learn_written(
             after, *values = [UNWRITTEN if one is None else one.after for one in writes]
             troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
     return without_quotients(table, troubles, [whole, *runs])
-
-
-def differing(one: Written, other: Written) -> set[str]:
-    """Return the paths at which two equal runs wrote different values.
-
-    Examples are times, addresses and names made anew.
-    """
-    table, paths = MergeTable(), set()
-    for path in {*one, *other}:
-        if path not in one or path not in other:
-            paths.add(path)
-            continue
-        learn_tree(table, [other[path].after], one[path].after, MicroBatchWeights([1], [1.0]), tolerance=0.0, path=path)
-        if table.unmergeable:
-            paths.add(path)
-            table.unmergeable.clear()
-    return paths
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:

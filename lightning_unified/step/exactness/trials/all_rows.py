@@ -15,12 +15,16 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, Weighting
 from lightning_unified.step.exactness.tables import Tables, owner_of
-from lightning_unified.step.exactness.trials.learning import entries_by_rows, learn_results
+from lightning_unified.step.exactness.trials.learning import (
+    differing,
+    entries_by_rows,
+    learn_results,
+    without_varying,
+)
 from lightning_unified.step.exactness.trials.refusals import refusal_of_state
 from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.results.merging import MicroBatchWeights
-from lightning_unified.step.results.written import differing
 
 __all__ = ["AllRows"]
 
@@ -93,8 +97,8 @@ class AllRows:
         sized = entries_by_rows([whole, *runs], [sum(weights.rows), *weights.rows])
         troubles = [path for path in troubles if path not in sized or owner_of(path) not in self._tables.sized]
         if self._runner.anywhere(bool(troubles)):
-            again = differing(whole.written, self._whole()[1].written)
-            troubles = [path for path in troubles if path not in again]
+            varying = differing(whole.written, self._whole()[1].written)
+            troubles = without_varying(self._tables, troubles, varying)
         if troubles:
             raise SplitError(refusal_of_state(type(self._runner.module).__name__, troubles))
 

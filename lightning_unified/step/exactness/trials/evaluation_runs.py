@@ -26,6 +26,7 @@ class EvaluationTrial:
     Args:
         batch: The whole rows.
         whole: Their results.
+        repeated: Runs them once more, with the same random draws.
         sizes: The rows of each micro-batch.
         batches: The micro-batches.
         runs: The results of each micro-batch.
@@ -33,6 +34,7 @@ class EvaluationTrial:
 
     batch: Any
     whole: Results
+    repeated: Callable[[], Results]
     sizes: Sequence[int]
     batches: Sequence[Any]
     runs: Sequence[Results]
@@ -88,6 +90,10 @@ class EvaluationRuns:
                 raise error from None  # the whole batch fails too: raise the user's error
             raise
         self.has_drawn |= recorded.has_drawn or whole.draws_on_host
+
+        def repeated() -> Results:
+            return self._whole(step, own, rows=size, of=rows)[0]
+
         for sizes in splits:
             places = list(zip(starts_of(sizes), sizes, strict=True))
             batches = [self._split(batch, start + first, start + first + one, rows=rows) for first, one in places]
@@ -96,7 +102,7 @@ class EvaluationRuns:
                 replay = ReplayDraws(recorded.draws, rows=size, start=first, stop=first + one, order="interleaved")
                 runs.append(self._run_rows(step, micro_batch, replay, rows=one, of=size))
             self.has_drawn |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
-            yield EvaluationTrial(batch=own, whole=whole, sizes=sizes, batches=batches, runs=runs)
+            yield EvaluationTrial(batch=own, whole=whole, repeated=repeated, sizes=sizes, batches=batches, runs=runs)
 
     def _whole(self, step: Callable[[Any], Any], batch: Any, *, rows: int, of: int) -> tuple[Results, RecordDraws]:
         """Run the step on `rows` of `of` rows; return the results and the draws.

@@ -8,7 +8,12 @@ from lightning_unified.step.exactness.gradients import unequal_existence
 from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
-from lightning_unified.step.exactness.trials.learning import entries_by_rows, learn_results
+from lightning_unified.step.exactness.trials.learning import (
+    differing,
+    entries_by_rows,
+    learn_results,
+    without_varying,
+)
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_existence,
     refusal_of_gradients,
@@ -17,7 +22,6 @@ from lightning_unified.step.exactness.trials.refusals import (
 from lightning_unified.step.exactness.trials.rounding import MOST
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
-from lightning_unified.step.results.written import differing
 
 __all__ = ["Judge"]
 
@@ -107,8 +111,8 @@ class Judge:
             caches = self._caches(troubles, comparison, runs)
             troubles = [path for path in troubles if path not in caches]
         if self._runner.anywhere(bool(troubles)):
-            again = differing(whole.written, comparison.repeated().written)
-            troubles = [path for path in troubles if path not in again]
+            varying = differing(whole.written, comparison.repeated().written)
+            troubles = without_varying(self._tables, troubles, varying)
         if troubles:
             raise SplitError(refusal_of_state(self._whose, troubles) + since)
 

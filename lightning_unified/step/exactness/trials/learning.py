@@ -2,21 +2,23 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.results import Results
+from lightning_unified.step.results.entries import learn_entry
 from lightning_unified.step.results.logs import Logged, path_of_log
-from lightning_unified.step.results.merging import MicroBatchWeights
+from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
 from lightning_unified.step.results.metrics import reduced, without_seams
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
-from lightning_unified.step.results.written import learn_written
+from lightning_unified.step.results.written import Written, learn_written
 from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["entries_by_rows", "learn_results"]
+__all__ = ["differing", "entries_by_rows", "learn_results", "without_varying"]
 
 
 def learn_results(
@@ -60,6 +62,42 @@ def entries_by_rows(runs: Sequence[Results], sizes: Sequence[int]) -> set[str]:
         if one.before is not ABSENT or not path.endswith("]") or str(rows) not in _DIGITS.findall(path.rsplit("[")[-1])
     }
     return {path for path, _, _ in writes} - others
+
+
+def differing(one: Written, other: Written) -> set[str]:
+    """Return the paths at which two equal runs wrote different values, and those of the parts that differ.
+
+    Examples are times, addresses and names made anew.
+    """
+    table, paths = MergeTable(), set()
+    for path in {*one, *other}:
+        if path not in one or path not in other:
+            paths.add(path)
+            continue
+        learn = partial(learn_entry, table, path, one[path].before, one[path].after, [other[path].after])
+        paths.update(learn(MicroBatchWeights([1], [1.0]), tolerance=0.0))
+    return paths | table.unmergeable
+
+
+def without_varying(tables: Tables, troubles: Sequence[str], varying: set[str]) -> list[str]:
+    """Return the paths at which not only values that equal runs write differently have no rule; record the others.
+
+    Args:
+        tables: The tables that record them: of parts of a value, the last micro-batch's stay.
+        troubles: Paths of written state that no rule merges.
+        varying: The paths at which equal runs wrote different values.
+    """
+    left, table = [], tables.written
+    for path in troubles:
+        parts = {one for one in table.unmergeable if one.startswith(f"{path}.")}
+        if path not in varying or not parts <= varying:
+            left.append(path)
+            continue
+        tables.varying.add(path)
+        for part in parts:
+            table.note(part, LAST)
+        table.unmergeable -= parts
+    return left
 
 
 _DIGITS = re.compile(r"\d+")

@@ -93,9 +93,7 @@ class TrialRuns:
         whole = repeated()
         with equal_host_draws(self._runner.module):
             split = self._split_runs([ConstantDraws(share) for _ in self._trial.split])
-        comparison = Comparison(
-            whole=whole, split=split, repeated=repeated, troubles=drawn.troubles[:1], is_drawn=True
-        )
+        comparison = Comparison(whole=whole, split=split, repeated=repeated, troubles=drawn.troubles[:1], is_drawn=True)
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
         return comparison
