@@ -1,6 +1,7 @@
 """Compare values of any kind up to rounding."""
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ def same(one: Any, other: Any, *, tolerance: float = 0.0, size: float = 0.0) -> 
         return (math.isnan(one) and math.isnan(other)) or math.isclose(
             one, other, rel_tol=tolerance, abs_tol=tolerance * size
         )
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
         return len(one) == len(other) and all(same(*pair, tolerance=tolerance) for pair in zip(one, other, strict=True))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key], tolerance=tolerance) for key in one)

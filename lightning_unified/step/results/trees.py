@@ -1,10 +1,17 @@
-"""Learn merge rules of nested values, and merge them, entry by entry."""
+"""Learn merge rules of nested values, and merge them, entry by entry.
 
+The entries of an object are its attributes, and those of a shape its lengths.
+"""
+
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
+from lightning_unified.step.results.objects import attributes_of, with_attributes
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined, with_entries
 
 __all__ = ["all_values", "learn_tree", "merge_tree", "undecided_paths"]
@@ -48,7 +55,7 @@ def merge_tree(
             name: merge_tree(table, column, weights, fallback=fallback, path=joined(path, name))
             for name, column in columns.items()
         }
-        return with_entries(values[0], list(inner.items()))
+        return _like(values[0], inner)
     if rule is None:
         return fallback(path, values)
     try:
@@ -77,17 +84,35 @@ def undecided_paths(table: MergeTable, values: Sequence[Any], weights: MicroBatc
 
 
 def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:
-    """Return the entries of like containers, by name; None for anything else.
+    """Return the entries of like containers or objects, by name; None for anything else.
 
-    Containers are alike if they have the same type and the same names.
+    Containers are alike if they have the same type and the same names. An object that all runs share stays as it is.
     """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return None
-    entries = [entries_of(value) for value in values]
+    if entries_of(first) is None and all(value is first for value in values):
+        return None
+    entries = [_entries_of(value) for value in values]
     if entries[0] is None or (is_sequence(first) and not first):
         return None
     names = [[name for name, _ in one or ()] for one in entries]
     if any(other != names[0] for other in names):
         return None
     return {name: [(one or [])[index][1] for one in entries] for index, name in enumerate(names[0])}
+
+
+def _entries_of(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, (torch.Size, deque)):
+        return list(enumerate(value))
+    entries = entries_of(value)
+    return attributes_of(value) if entries is None else entries
+
+
+def _like(value: Any, entries: dict[Any, Any]) -> Any:
+    """Return a container or object of the kind of `value` that holds `entries`."""
+    if isinstance(value, torch.Size):
+        return torch.Size(entries.values())
+    if isinstance(value, deque):
+        return deque(entries.values(), value.maxlen)
+    return with_attributes(value, entries) if entries_of(value) is None else with_entries(value, list(entries.items()))
