@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.facts.fields import leaf_at, named_tensors
+from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, named_tensors
 from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.results.merging import MicroBatchWeights
 
@@ -44,17 +44,21 @@ class Terms:
         path: The path of the field.
         left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
         is_shifted: Whether the first entry of each row is no term.
+        size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
     """
 
     path: str
     left_out: int | None = None
     is_shifted: bool = False
+    size: str = ""
 
     def __call__(self, micro_batch: Any) -> Any:
         """Return the number of terms; 0 if the micro-batch lacks the field.
 
         Rows are the weights if no micro-batch has a term.
         """
+        if self.size:
+            return next((getattr(graphs, self.size) for path, graphs in graphs_of(micro_batch) if path == self.path), 0)
         leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0
@@ -107,7 +111,8 @@ def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[Los
        without each row's first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
     4. Sums of masks and of non-negative weights, with and without each row's first entry; sums of counts, one for each row. Weights of
        positions and counts must be in fields that are named so.
-    5. No weights: losses that are sums.
+    5. Nodes and edges of graphs.
+    6. No weights: losses that are sums.
     """
     found = [LossRule("rows")]
     later: list[LossRule] = []
@@ -118,6 +123,12 @@ def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[Los
             if is_label and not tensor.is_floating_point():
                 found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
             later += _of_leaf(path, tensor, ignored, skip=IGNORED if is_label else None)
+    later += [
+        LossRule(f"{parts} of {path!r}" if path else parts, Terms(path, size=f"num_{parts}"))
+        for path, graphs in graphs_of(batch)
+        for parts in ("nodes", "edges")
+        if isinstance(getattr(graphs, f"num_{parts}", None), int)
+    ]
     return [*found, *later, LossRule("sum", adds=True)]
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined
 
-__all__ = ["arrays_of", "columns_of", "leaf_at", "lengths_of", "named_tensors"]
+__all__ = ["arrays_of", "columns_of", "graphs_of", "leaf_at", "lengths_of", "named_tensors"]
 
 _LONG = 64  # a list with more entries holds rows, not fields
 
@@ -31,6 +31,15 @@ def named_tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def leaf_at(batch: Any, path: str) -> Tensor | None:
     """Return the tensor at `path`; None if the batch has no tensor there."""
     return next((tensor for name, tensor in named_tensors(batch) if name == path), None)
+
+
+def graphs_of(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path of every batch of graphs, and the batch of graphs."""
+    if isinstance(getattr(batch, "num_graphs", None), int):
+        yield path, batch
+        return
+    for name, entry in _fields(batch):
+        yield from graphs_of(entry, joined(path, name))
 
 
 _PLAIN = (str, int, type(None))  # bool is an int
