@@ -17,7 +17,7 @@ from lightning_unified.step.split.containers import PLAIN, entries_of, is_list_o
 from lightning_unified.step.undo.cells import Cell, cells_of
 from lightning_unified.step.undo.kinds import Kind, kind_of
 
-__all__ = ["attributes_of", "with_attributes"]
+__all__ = ["attributes_of", "holds_values", "with_attributes"]
 
 _MOST = 1000  # values in an object that is read by its attributes
 _VALUES = (
@@ -41,7 +41,7 @@ def attributes_of(value: Any) -> list[tuple[str, Any]] | None:
 
     None also for an object with more than its attributes, such as a table of another library or one that holds itself.
     """
-    return _attributes(value) if _is_object(value) and _is_record(value) else None
+    return _attributes(value) if _is_object(value) and holds_values(value) else None
 
 
 def with_attributes(like: Any, attributes: dict[str, Any]) -> Any:
@@ -53,20 +53,8 @@ def with_attributes(like: Any, attributes: dict[str, Any]) -> Any:
     return made
 
 
-def _is_object(value: Any) -> bool:
-    return kind_of(type(value)) is Kind.OBJECT or isinstance(value, Distribution)
-
-
-def _cells(value: Any) -> list[Cell]:
-    return cells_of(value, Kind.OBJECT, (None, "", "global"))
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    return [pair for cell in _cells(value) for pair in cell.copy().items()]
-
-
-def _is_record(value: Any) -> bool:
-    """Return whether an object holds only values, in containers and other such objects, and few of them."""
+def holds_values(value: Any) -> bool:
+    """Return whether a container or an object holds only values, in others of these kinds too, and few of them."""
     waiting: list[tuple[Any, tuple[int, ...]]] = [(value, ())]
     for _ in range(_MOST):
         if not waiting:
@@ -79,3 +67,15 @@ def _is_record(value: Any) -> bool:
             return False
         waiting += [(entry, (*holders, id(one))) for _, entry in entries]
     return False
+
+
+def _is_object(value: Any) -> bool:
+    return kind_of(type(value)) is Kind.OBJECT or isinstance(value, Distribution)
+
+
+def _cells(value: Any) -> list[Cell]:
+    return cells_of(value, Kind.OBJECT, (None, "", "global"))
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    return [pair for cell in _cells(value) for pair in cell.copy().items()]

@@ -16,7 +16,6 @@ from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, Weighting
 from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.learning import (
-    differing,
     entries_by_rows,
     learn_results,
     without_varying,
@@ -97,8 +96,8 @@ class AllRows:
         sized = entries_by_rows([whole, *runs], [sum(weights.rows), *weights.rows])
         troubles = [path for path in troubles if path not in sized or owner_of(path) not in self._tables.sized]
         if self._runner.anywhere(bool(troubles)):
-            varying = differing(whole.written, self._whole()[1].written)
-            troubles = without_varying(self._tables, troubles, varying)
+            again = self._whole()[1].written
+            troubles = without_varying(self._tables, troubles, whole.written, again)
         if troubles:
             raise SplitError(refusal_of_state(type(self._runner.module).__name__, troubles))
 

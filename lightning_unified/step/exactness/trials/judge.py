@@ -111,8 +111,8 @@ class Judge:
             caches = self._caches(troubles, comparison, runs)
             troubles = [path for path in troubles if path not in caches]
         if self._runner.anywhere(bool(troubles)):
-            varying = differing(whole.written, comparison.repeated().written)
-            troubles = without_varying(self._tables, troubles, varying)
+            again = comparison.repeated().written
+            troubles = without_varying(self._tables, troubles, whole.written, again)
         if troubles:
             raise SplitError(refusal_of_state(self._whose, troubles) + since)
 

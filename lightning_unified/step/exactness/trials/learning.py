@@ -13,6 +13,7 @@ from lightning_unified.step.results.entries import learn_entry
 from lightning_unified.step.results.logs import Logged, path_of_log
 from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
 from lightning_unified.step.results.metrics import reduced, without_seams
+from lightning_unified.step.results.objects import holds_values
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import Written, learn_written
@@ -79,21 +80,29 @@ def differing(one: Written, other: Written) -> set[str]:
     return paths | table.unmergeable
 
 
-def without_varying(tables: Tables, troubles: Sequence[str], varying: set[str]) -> list[str]:
+def without_varying(tables: Tables, troubles: Sequence[str], written: Written, again: Written) -> list[str]:
     """Return the paths at which not only values that equal runs write differently have no rule; record the others.
 
     Args:
-        tables: The tables that record them: of parts of a value, the last micro-batch's stay.
+        tables: The tables that record them. Of parts of a container or an object, the last micro-batch's stay; anything that is not a value
+            stays as micro-batches leave it, such as the handle of a hook.
         troubles: Paths of written state that no rule merges.
-        varying: The paths at which equal runs wrote different values.
+        written: The writes of a run.
+        again: Those of an equal run.
     """
-    left, table = [], tables.written
+    left, table, varying = [], tables.written, differing(written, again)
     for path in troubles:
         parts = {one for one in table.unmergeable if one.startswith(f"{path}.")}
         if path not in varying or not parts <= varying:
             left.append(path)
             continue
         tables.varying.add(path)
+        if path not in written:  # an entry of a dict that the step makes
+            parts = parts or {path}
+        elif not holds_values(written[path].after):
+            for one in [one for one in table.paths if one.startswith(f"{path}.")]:
+                table.reject(one)
+            continue
         for part in parts:
             table.note(part, LAST)
         table.unmergeable -= parts

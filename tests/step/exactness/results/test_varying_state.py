@@ -105,3 +105,20 @@ def test_state_that_varies_is_in_checkpoints():
     other.load_state_dict(tables.state_dict())
 
     assert other.varying == {"Timed.steps"}
+
+
+class TimedDict(Writes):
+    def write(self, batch, out, loss):
+        self.made = {"seconds": time.perf_counter_ns() % 1_000_003, "loss": loss.detach()}
+
+
+def test_a_time_in_a_dict_is_the_last_one():
+    modules = []
+    for strategy in ("auto", UnifiedStrategy(micro_batch_size=3)):
+        torch.manual_seed(0)
+        modules.append(TimedDict().double())
+        fit(modules[-1], modules[-1].loader(), strategy=strategy)
+
+    plain, split = modules
+    torch.testing.assert_close(split.made["loss"], plain.made["loss"], rtol=1e-9, atol=1e-12)
+    assert split.made.keys() == plain.made.keys()
