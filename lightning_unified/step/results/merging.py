@@ -28,7 +28,8 @@ FIGURES = ("mean", "mean of rows", "sum", "max", "min")
 _SUMS = ("mean", "mean of rows", "sum")
 _EXTREMES = ("max", "min")
 LAST = "last"  # noted for values that equal runs write differently, such as times
-_ORDER = (LAST, "as written", "equal", *CONCATENATIONS, *FIGURES)  # of several fitting rules the first is used
+_SHAPE = "shape"  # of lengths in a tensor: rows add up, and the others are equal
+_ORDER = (LAST, "as written", "equal", *CONCATENATIONS, *FIGURES, _SHAPE)  # of several fitting rules the first is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ def _merged(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
     try:
         if rule.startswith("concatenate"):
             return _concatenated(values, dim=int(rule.removeprefix("concatenate") or 0))
+        if rule == _SHAPE:
+            return _shape(values)
         return _figure(rule, values, weights)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
@@ -92,6 +95,13 @@ def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
     if isinstance(first, (list, tuple)) and dim == 0:
         return type(first)(entry for value in values for entry in value)
     raise TypeError(f"{type(first).__name__} values have no dimension {dim}")
+
+
+def _shape(values: Sequence[Tensor]) -> Tensor:
+    first, *others = values
+    if not all(torch.equal(one[1:], first[1:]) for one in others):
+        raise ValueError("shapes of rows differ")
+    return torch.cat([torch.stack(list(values)).sum(0)[:1], first[1:]])
 
 
 def _figure(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
@@ -125,6 +135,7 @@ def _total(values: Sequence[Any]) -> Any:
 
 
 _SMALL = 4096  # entries
+_MOST_LENGTHS = 8  # of a shape
 
 
 def _rounding(value: Any) -> float:
@@ -188,6 +199,13 @@ def _figures(whole: Any) -> Sequence[str]:
         return _EXTREMES if whole.numel() > 1 else ()  # "or" and "and"; one flag would fit by chance
     if isinstance(whole, bool):
         return ()
+    if (
+        isinstance(whole, Tensor)
+        and whole.dtype == torch.int64
+        and whole.dim() == 1
+        and 1 < len(whole) <= _MOST_LENGTHS
+    ):
+        return (*FIGURES, _SHAPE)
     return FIGURES if isinstance(whole, (int, float, Tensor, np.number)) or _is_numeric(whole) else ()
 
 
@@ -282,7 +300,7 @@ class MergeTable:
         if "equal" in rules:
             if not all(same(value, values[0]) for value in values[1:]):
                 return False
-            rules = ["equal", *(rule for rule in rules if rule == "sum" or rule in CONCATENATIONS)]
+            rules = ["equal", *(rule for rule in rules if rule in ("sum", _SHAPE, *CONCATENATIONS))]
         elif "mean" in rules and "mean of rows" in rules:
             rules.remove("mean of rows")
         try:

@@ -38,6 +38,7 @@ MADE = {
     "in a dict": (lambda out: {"state": State(out)}, lambda kept: kept["state"].inner.out),
     "deque": (lambda out: deque([out], maxlen=1), lambda kept: kept[-1]),
     "shape": (lambda out: out.shape, lambda kept: torch.tensor(kept)),
+    "shape in a tensor": (lambda out: torch.tensor(out.shape), lambda kept: kept),
 }
 
 
