@@ -81,7 +81,7 @@ def differing(one: Written, other: Written) -> set[str]:
 
 
 def without_varying(tables: Tables, troubles: Sequence[str], written: Written, again: Written) -> list[str]:
-    """Return the paths at which not only values that equal runs write differently have no rule; record the others.
+    """Return `troubles` without the values that equal runs write differently; record the latter.
 
     Args:
         tables: The tables that record them. Of parts of a container or an object, the last micro-batch's stay; anything that is not a value

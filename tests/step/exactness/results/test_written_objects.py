@@ -1,4 +1,4 @@
-"""A step may keep an object that it makes; where a batch is split, it holds what the whole batch would have given."""
+"""An object that a split step makes and keeps holds what the whole batch would have given."""
 
 from collections import deque
 from types import SimpleNamespace
