@@ -34,6 +34,7 @@ class Attempt:
         snapshot: The argument.
         written: The trained parameters that an undone attempt had written before the optimizer step. They keep what it wrote.
         gradients: The gradients of the window's earlier batches.
+        copied: Copies of the gradients of tensors that no optimizer of the Trainer has.
         zeroing: Zero the gradients of this batch, one for each run of the closure; none within a window.
         renormed: The rows of embeddings that the attempt scales in place. The attempt runs inside this block.
     """
@@ -43,7 +44,7 @@ class Attempt:
     ) -> None:
         self.snapshot = snapshot
         self.gradients = HeldGradients(parameters, within_window=within_window)
-        self._others = CopiedGradients(snapshot.state.leaves, apart_from=parameters)
+        self.copied = CopiedGradients(snapshot.state.leaves, apart_from=parameters, device=snapshot.device)
         self.zeroing: list[ZeroGrad] = []
         self.renormed = RenormedRows()
         self.written: list[Tensor] = []
@@ -85,5 +86,5 @@ class Attempt:
         self.gradients.restore()
         for zeroing in reversed(self.zeroing):
             zeroing.undo()
-        self._others.restore()
+        self.copied.restore()
         return self.snapshot.undo()

@@ -158,6 +158,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 within_window=within_window,
                 copies_weights=rollback,
             )
+            self._policy.notices.say_copied(attempt.copied.bytes)
             self._phase = "forward"
             outputs = reason = None
             is_over, is_reweighted = True, False

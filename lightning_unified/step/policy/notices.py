@@ -3,9 +3,13 @@
 import logging
 from collections.abc import Callable, Iterable
 
+from lightning_unified.units import MIB, format_bytes
+
 __all__ = ["Notices"]
 
 log = logging.getLogger("lightning_unified")
+
+_MUCH = 64 * MIB  # judgement: bytes of copies that are worth a warning
 
 
 def _given(name: str) -> str:
@@ -107,6 +111,14 @@ class Notices:
                 f"{phase}_step writes {path}, which differs between equal runs, as a time does, or is of a kind that cannot be compared: where a "
                 "batch is split, it is what micro-batches write, not the whole batch.",
                 log.info,
+            )
+
+    def say_copied(self, count: int) -> None:
+        """Warn once of `count` bytes of gradients that are copied in every step."""
+        if count >= _MUCH:
+            self.say(
+                f"gradients of {format_bytes(count)} are of tensors that no optimizer of the Trainer has, and so they are copied in every step. "
+                "If nothing reads them, freeze these tensors by requires_grad_(False): that saves gradients and copies."
             )
 
     def say_rewritten(self, names: Iterable[str]) -> None:

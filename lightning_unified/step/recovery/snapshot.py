@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import insist
 from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch
 from lightning_unified.step.undo.functions import names_attribute
+from lightning_unified.step.undo.plans import bytes_of
 
 __all__ = ["CopiedGradients", "HeldGradients", "StateCopies", "StepSnapshot", "forget_unscaled"]
 
@@ -60,11 +62,11 @@ class StepSnapshot:
         batch: Any,
     ) -> None:
         self._trainer, self._watch, self._collection = trainer, state, results
-        self._device = trainer.strategy.root_device
+        self.device = trainer.strategy.root_device
         self._generators = generators
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._copies: StateCopies = getattr(loop, "state_copies", None) or StateCopies()
-        self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self._device)
+        self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self.device)
         self._copies.made()
         module = trainer.lightning_module
         # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
@@ -88,7 +90,7 @@ class StepSnapshot:
             RunError: If a change cannot be undone.
         """
         self._copies.needed()
-        insist(partial(self._generators.restore, self._states), device=self._device)
+        insist(partial(self._generators.restore, self._states), device=self.device)
         self._restore_results()
         for tracker, state in self._progress:
             tracker.__dict__.update(state)
@@ -96,7 +98,7 @@ class StepSnapshot:
         if self._trainer.should_stop != self._stops and self._step_stops():  # not of a signal's handler
             self._trainer.should_stop = self._stops
         forget_unscaled(self._trainer)
-        insist(self.state.restore, device=self._device)
+        insist(self.state.restore, device=self.device)
         batch = self._batch.again()
         self._copies.restored()
         return batch
@@ -200,12 +202,20 @@ class CopiedGradients:
     Args:
         leaves: The tensors.
         apart_from: The parameters of the optimizer, which `HeldGradients` has.
+        device: The device of the step.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], *, apart_from: Sequence[Tensor]) -> None:
+    def __init__(self, leaves: Sequence[Tensor], *, apart_from: Sequence[Tensor], device: torch.device) -> None:
         known = {*map(id, apart_from)} if leaves else ()
         others = [leaf for leaf in leaves if id(leaf) not in known]
-        self._copies = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others]
+        self._copies = insist(
+            lambda: [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others], device=device
+        )
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the copies."""
+        return sum(bytes_of(gradient) for _, gradient in self._copies if gradient is not None)
 
     def restore(self) -> None:
         """Put the copies in place of the present gradients."""

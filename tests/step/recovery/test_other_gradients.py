@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.step.policy import notices
 from tests.support.modules.plain import MLP, fit, weights
 from tests.support.runs.recovering import Fails
 
@@ -39,6 +40,17 @@ class Unfrozen(Logs):
 
     def figure(self):
         return self.net[0].weight.grad.norm()
+
+
+class Frozen(Logs):
+    """Trains the last layer only, and freezes the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def figure(self):
+        return self.net[2].weight.grad.norm()
 
 
 class OwnBackward(Unfrozen):
@@ -150,3 +162,15 @@ def test_every_micro_batch_finds_the_gradients_of_the_batch_before(failing):
     split, plain = run(Drops, UnifiedStrategy(micro_batch_size=3), *failing), run(Drops, "auto")
 
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_large_gradients_that_are_copied_in_every_step_are_said(monkeypatch):
+    monkeypatch.setattr(notices, "_MUCH", 2 * 6 * 16)
+    said = []
+    for kind in (Unfrozen, Frozen):
+        strategy = UnifiedStrategy(predict=False)
+        run(kind, strategy)
+        said.append([event for event in strategy.events if "copied in every step" in event])
+
+    assert len(said[0]) == 1 and "requires_grad_(False)" in said[0][0]
+    assert not said[1]
