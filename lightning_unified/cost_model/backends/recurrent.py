@@ -60,15 +60,16 @@ def cuda_recurrences() -> dict[str, Rule]:
 
 
 def mps_recurrences() -> dict[str, Rule]:
-    """Return the rule of LSTM; the other recurrences are chains of operations on MPS too."""
-    return {"lstm": _rule("lstm", lambda layers: 6 * layers, cast=False)}
+    """Return the rule of LSTM; packed rows and the other recurrences are chains of operations on MPS too."""
+    kernel = _rule("lstm", lambda layers: 6 * layers, cast=False)
+    return {"lstm": lambda plain, *args: plain(*args) if _packs(args) else kernel(plain, *args)}
 
 
 def _rule(name: str, entries: Callable[[int], int], *, cast: bool) -> Rule:
     has_cell = name == "lstm"
 
     def run(_: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
-        packed = isinstance(args[1], Tensor) and isinstance(args[3], (list, tuple))
+        packed = _packs(args)
         if packed:
             source, _, state, weights, biases, layers, dropout, train, both = args
             batch_first = False
@@ -116,6 +117,11 @@ def _rule(name: str, entries: Callable[[int], int], *, cast: bool) -> Rule:
         return results if has_cell else results[:2]  # pyright: ignore[reportOptionalSubscript, reportReturnType]
 
     return run
+
+
+def _packs(args: Sequence[Any]) -> bool:
+    """Whether a recurrence got packed rows: their sizes are its second argument."""
+    return isinstance(args[1], Tensor) and isinstance(args[3], (list, tuple))
 
 
 def _projects(weights: Sequence[Tensor], biases: bool) -> bool:

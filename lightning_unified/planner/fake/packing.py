@@ -24,12 +24,14 @@ __all__ = ["packed_by_value"]
 
 @contextmanager
 def packed_by_value(answers: Answers) -> Iterator[None]:
-    """Pack and unpack fake sequences by the values that `answers` knows.
+    """Pack, run and unpack fake sequences by the values that `answers` knows.
 
     Sequences of unknown lengths count as full; that is noted.
     """
     rules: dict[str, Callable[..., Any]] = {"_pack_padded_sequence": _pack, "_pad_packed_sequence": _unpack}
     with ExitStack() as stack:
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            stack.enter_context(replaced(_VF, name, partial(_recur, getattr(_VF, name), answers)))
         for name, rule in rules.items():
             plain = getattr(_VF, name)
             stack.enter_context(replaced(_VF, name, partial(_when_fake, plain, partial(rule, answers))))
@@ -38,6 +40,12 @@ def packed_by_value(answers: Answers) -> Iterator[None]:
 
 def _when_fake(plain: Callable[..., Any], rule: Callable[..., Any], first: Tensor, *args: Any) -> Any:
     return (rule if isinstance(first, FakeTensor) else plain)(first, *args)
+
+
+def _recur(plain: Callable[..., Any], answers: Answers, first: Tensor, second: Any, *args: Any) -> Any:
+    """Run a recurrence, which takes the steps of packed rows one by one as their sizes say."""
+    sizes = answers.known(second) if isinstance(second, FakeTensor) else None
+    return plain(first, second if sizes is None else sizes, *args)
 
 
 def _pack(answers: Answers, source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
