@@ -110,8 +110,8 @@ class Comparison:
 
     @property
     def lowest(self) -> torch.dtype | None:
-        """The 16-bit format that rounded results of the runs; None without one."""
-        return next((one for one in (torch.bfloat16, torch.float16) if one in self._formats), None)
+        """The coarsest format that rounded results of the runs: 16 bits or float32; None if all are in float64."""
+        return next((one for one in (torch.bfloat16, torch.float16, torch.float32) if one in self._formats), None)
 
     @property
     def _formats(self) -> set[torch.dtype]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.gradients import unequal_existence
@@ -63,9 +65,10 @@ class Judge:
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         off = {rule.name: comparison.off(rule) for rule in rules}
         best = min(off.values(), key=lambda one: one.excess)
-        allowed = 1.0
-        if 1 < best.excess <= MOST and comparison.lowest is not None:
-            allowed = max(1.0, min(_MARGIN * runs.rounding(comparison.lowest), MOST))
+        allowed, by_rounding = _allowed(best.excess, comparison, runs, is_late=bool(since))
+        if allowed < best.excess <= by_rounding:
+            self._learn(comparison, _closest(comparison, rules), runs, since=since, slack=by_rounding)
+            return "rounding moves its gradient as far as micro-batches do, on the rows looked at"
         if best.excess > allowed:
             differences = {name: one.relative for name, one in off.items()}
             not_replayed = comparison.troubles[0] if comparison.troubles else ""
@@ -85,7 +88,7 @@ class Judge:
             parameter = self._runner.name_of(alone)
             raise SplitError(refusal_of_existence(self._whose, trial.rows, parameter, is_of_whole=is_of_whole) + since)
         agreeing = [rule for rule in rules if off[rule.name].excess <= min(max(2 * best.excess, 0.05), allowed)]
-        self._learn(comparison, agreeing[0], runs, since=since)
+        self._learn(comparison, agreeing[0], runs, since=since, slack=allowed)
         return Findings(
             agreeing=agreeing,
             rejected={name for name, one in off.items() if one.excess > allowed},
@@ -96,12 +99,15 @@ class Judge:
             is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
         )
 
-    def _learn(self, comparison: Comparison, rule: LossRule, runs: TrialRuns, *, since: str) -> None:
+    def _learn(
+        self, comparison: Comparison, rule: LossRule, runs: TrialRuns, *, since: str, slack: float = 1.0
+    ) -> None:
         """Learn how results merge; refuse written state that no rule merges.
 
-        State that also differs between two equal runs is not refused, nor is a cache by number of rows.
+        State that also differs between two equal runs is not refused, nor is a cache by number of rows. Where rounding explains a difference of
+        `slack` tolerances of gradients, it explains as much of results.
         """
-        tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
+        tolerance, whole, split = slack * comparison.tolerance.relative, comparison.whole, comparison.split
         weights = split.weights(rule)
         troubles = learn_results(self._tables, whole, split.runs, weights, tolerance=tolerance)
         if whole.loss is not None:
@@ -131,6 +137,22 @@ class Judge:
         found = {path for path in found if makers and owner_of(path) not in varying}
         self._tables.note_sized(found)
         return found
+
+
+def _allowed(excess: float, comparison: Comparison, runs: TrialRuns, *, is_late: bool) -> tuple[float, float]:
+    """Return how many tolerances a difference may have, and how many rounding explains.
+
+    Args:
+        excess: The difference, in tolerances.
+        comparison: The runs that differ.
+        runs: Measures the rounding.
+        is_late: Whether earlier batches agreed: then rounding may explain any difference in float32, and the check decides nothing.
+    """
+    lowest = comparison.lowest
+    if excess <= 1 or lowest is None or (excess > MOST[lowest] and not (is_late and lowest is torch.float32)):
+        return 1.0, 1.0
+    explained = max(1.0, _MARGIN * runs.rounding(lowest))
+    return min(explained, MOST[lowest]), explained if lowest is torch.float32 else 1.0
 
 
 def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
