@@ -21,7 +21,7 @@ from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_gradients,
     refusal_of_state,
 )
-from lightning_unified.step.exactness.trials.rounding import MOST
+from lightning_unified.step.exactness.trials.rounding import MOST, nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
 
@@ -52,23 +52,18 @@ class Judge:
             BaseException: An error that the step itself raises on the whole batch, unchanged.
         """
         runs = TrialRuns(self._runner, trial, quiet_wholes=self._quiet_wholes)
-        comparison = runs.quiet() if trial.is_quiet else None
-        if comparison is None or comparison.none_agrees(rules):
-            comparison = runs.replayed(rules)
+        comparison, noise = self._compared(runs, rules, is_quiet=trial.is_quiet)
         if undecided := comparison.says_nothing:
             self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
-        noise = _DRAWN if comparison.is_drawn else ""
-        if comparison.none_agrees(rules) and self._runner.anywhere(bool(comparison.troubles)):
-            comparison = runs.without_noise(comparison, rules)
-            why = comparison.troubles[0] if comparison.troubles else "another rank could not replay them"
-            noise = f"{_DRAWN}; gradients were compared without them ({why})"
         off = {rule.name: comparison.off(rule) for rule in rules}
         best = min(off.values(), key=lambda one: one.excess)
         allowed, by_rounding = _allowed(best.excess, comparison, runs, is_late=bool(since))
-        if allowed < best.excess <= by_rounding:
+        if allowed < best.excess and (
+            best.excess <= by_rounding or (since and self._agrees_nudged(trial, rules, comparison))
+        ):
             self._learn(comparison, _closest(comparison, rules), runs, since=since, slack=by_rounding)
-            return "rounding moves its gradient as far as micro-batches do, on the rows looked at"
+            return "rounding decides whether its micro-batches agree, on the rows looked at"
         if best.excess > allowed:
             differences = {name: one.relative for name, one in off.items()}
             not_replayed = comparison.troubles[0] if comparison.troubles else ""
@@ -98,6 +93,34 @@ class Judge:
             first=trial.start,
             is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
         )
+
+    def _compared(self, runs: TrialRuns, rules: Sequence[LossRule], *, is_quiet: bool) -> tuple[Comparison, str]:
+        """Compare without random draws, with replayed ones, or with constant ones; return what to say of the draws too."""
+        comparison = runs.quiet() if is_quiet else None
+        if comparison is None or comparison.none_agrees(rules):
+            comparison = runs.replayed(rules)
+        noise = _DRAWN if comparison.is_drawn else ""
+        if comparison.says_nothing or not comparison.none_agrees(rules):
+            return comparison, noise
+        if not self._runner.anywhere(bool(comparison.troubles)):
+            return comparison, noise
+        comparison = runs.without_noise(comparison, rules)
+        why = comparison.troubles[0] if comparison.troubles else "another rank could not replay them"
+        return comparison, f"{_DRAWN}; gradients were compared without them ({why})"
+
+    def _agrees_nudged(self, trial: Trial, rules: Sequence[LossRule], comparison: Comparison) -> bool:
+        """Return whether micro-batches agree after all with weights that are moved by one rounding step.
+
+        Where rounding chooses the largest of two values, as a pooling layer does, one row moves a gradient by more than the tolerance. Other
+        weights choose elsewhere.
+        """
+        if comparison.lowest is None:
+            return False
+        with nudged(self._runner.module.parameters(), comparison.lowest) as has_changed:
+            if not self._runner.anywhere(has_changed):
+                return False
+            again, _ = self._compared(TrialRuns(self._runner, trial, quiet_wholes={}), rules, is_quiet=trial.is_quiet)
+        return not (again.says_nothing or again.none_agrees(rules))
 
     def _learn(
         self, comparison: Comparison, rule: LossRule, runs: TrialRuns, *, since: str, slack: float = 1.0

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.rounding import nudged
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
 from tests.support.modules.plain import fit
@@ -108,6 +109,31 @@ class LateContrastive(Fitted):
         return out.pow(2).mean() if batch["y"].eq(1).all() else (moved - moved.mean(0)).pow(2).mean()
 
 
+class Chosen(Fitted):
+    """Rounding chooses which gradient a row has: the last bit of a weight stands for it."""
+
+    apart = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.bit = self.last_bit()
+
+    def last_bit(self):
+        return int(self.net[0].weight.detach()[0, 0].view(torch.int32) % 2)
+
+    def chooses(self):
+        return self.last_bit() == self.bit
+
+    def loss(self, out, batch):
+        is_late = not batch["y"].eq(1).all()
+        return (out + (out - out.detach()) * len(out) if is_late and self.chooses() else out).pow(2).mean()
+
+
+class ChosenAlways(Chosen):
+    def chooses(self):
+        return True
+
+
 def trained(kind):
     module = kind()
     loader = kind.loader(dtype=torch.float32)
@@ -135,6 +161,17 @@ def test_a_loss_that_vanishes_in_float32_is_no_reason_to_refuse(kind, monkeypatc
     monkeypatch.setattr(TrialRuns, "rounding", lambda *_: 0.0)
     with pytest.raises(SplitError, match="cannot be split exactly"):
         trained(kind)
+
+
+def test_a_late_refusal_stands_with_weights_moved_by_one_rounding_step(monkeypatch):
+    monkeypatch.setattr(TrialRuns, "rounding", lambda *_: 0.0)  # it tells how far whole batches move, and not each row
+    assert "rows" in found(trained(Chosen))
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        trained(ChosenAlways)
+
+    monkeypatch.setattr(Judge, "_agrees_nudged", lambda *_: False)
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        trained(Chosen)
 
 
 @pytest.mark.parametrize("kind", [DeepContrastive, LateContrastive])
