@@ -95,7 +95,7 @@ class Judge:
         )
 
     def _compared(self, runs: TrialRuns, rules: Sequence[LossRule], *, is_quiet: bool) -> tuple[Comparison, str]:
-        """Compare without random draws, with replayed ones, or with constant ones; return what to say of the draws too."""
+        """Compare without draws, with replayed or constant ones; return what to say of them too."""
         comparison = runs.quiet() if is_quiet else None
         if comparison is None or comparison.none_agrees(rules):
             comparison = runs.replayed(rules)
