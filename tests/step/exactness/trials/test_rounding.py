@@ -59,9 +59,10 @@ class DeepContrastive(Deep):
 
 
 class Fitted(Net):
-    """Fits its own exact outputs, apart by `apart` from the fourth batch on: the loss is little more than rounding then.
+    """Fits its own exact outputs.
 
-    Its float32 layers add in an order that depends on the number of rows. Nothing is learnt, so that this stays so.
+    From the fourth batch on they lie `apart`, and the loss is little more than rounding. The float32 layers add in an order that depends on
+    the number of rows. Nothing is learnt, so that this stays so.
     """
 
     apart = 0.0
