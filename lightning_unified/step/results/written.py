@@ -14,6 +14,7 @@ are merged by a rule that the exactness check has found:
 | a dict or set that the step creates | `self.cache = {}` | entry by entry |
 | an object that the step makes | `self.posterior = Normal(mean, scale)` | attribute by attribute |
 | the quotient of two numbers beside it | `self.average = self.sum / self.count` | the quotient of the merged numbers |
+| the entries that micro-batches add to a queue | `self.queue = torch.cat([self.queue, keys])[-size:]` | `results.queues` |
 | the merged tails that micro-batches append | `self.outputs.append(loss)` | a rule for each entry |
 
 Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them. One is the
@@ -41,6 +42,7 @@ from lightning_unified.step.results.entries import (
 )
 from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.queues import Queue, has_queue, queue_of, without_queues
 from lightning_unified.step.results.quotients import has_quotient, numbers_of, quotient_of, without_quotients
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.undo import Noted, StateWatch
@@ -65,11 +67,13 @@ class Write:
         kind: The kind, as in `Change`.
         before: The value before; an empty list for a tail.
         after: The value after.
+        limit: The largest number of entries of a deque; None for other values.
     """
 
     kind: str
     before: Any
     after: Any
+    limit: int | None = None
 
 
 Written = dict[str, Write]
@@ -77,7 +81,7 @@ Written = dict[str, Write]
 
 def written_since(noted: Noted) -> Written:
     """Return the values written since `noted`, by path."""
-    return {one.path: Write(one.kind, one.before, _kept(one.after)) for one in changes_since(noted)}
+    return {one.path: Write(one.kind, one.before, _kept(one.after), one.limit) for one in changes_since(noted)}
 
 
 def learn_written(
@@ -98,7 +102,21 @@ def learn_written(
         else:
             after, *values = [UNWRITTEN if one is None else one.after for one in writes]
             troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
+    queues = {
+        path: (_left(one, whole.get(path)), _queue(one, [run.get(path) for run in runs], weights))
+        for path, one in {path: one for run in (whole, *runs) for path, one in run.items()}.items()
+    }
+    troubles = without_queues(table, troubles, queues, tolerance=tolerance)
     return without_quotients(table, troubles, [whole, *runs])
+
+
+def _queue(known: "Write | Change", writes: "Sequence[Write | Change | None]", weights: MicroBatchWeights) -> Queue:
+    return Queue(known.before, [_left(known, one) for one in writes], weights.rows, known.limit)
+
+
+def _left(known: "Write | Change", write: "Write | Change | None") -> Any:
+    """Return the value that a run leaves where another run has made the write `known`."""
+    return known.before if write is None else write.after
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
@@ -218,7 +236,8 @@ class WrittenOverMicroBatches:
     def _merges(self, change: Change) -> bool:
         """Return whether some rule merges this change."""
         path = change.path
-        return change.kind == "members" or is_mergeable(self._table, path) or has_quotient(self._table, path)
+        is_known = has_quotient(self._table, path) or has_queue(self._table, path)
+        return change.kind == "members" or is_known or is_mergeable(self._table, path)
 
     def _is_new(self, change: Change) -> bool:
         """Return whether no check has seen such a write."""
@@ -300,6 +319,8 @@ class WrittenOverMicroBatches:
         known, changes = self._change(path), [writes.get(path) for writes in self._writes]
         if known.kind == "members":
             return set().union(known.before, *(one.after for one in changes if one is not None))
+        if has_queue(self._table, path):
+            return queue_of(self._table, path, _queue(known, changes, weights))
         values = [UNWRITTEN if one is None else one.after for one in changes]
         return merge_entry(self._table, path, known.before, values, weights)
 

@@ -35,6 +35,7 @@ class Change:
         before: The value; an empty list for a tail, `ABSENT` where there was none, None for a tensor too large to keep.
         after: The value, or the entries that were appended.
         put: Writes a value there: `put(before)` takes the change back.
+        limit: The largest number of entries of a deque; None for other values.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Change:
     before: Any
     after: Any
     put: Callable[[Any], None]
+    limit: int | None = None
 
 
 def changes_since(noted: Noted) -> list[Change]:
@@ -127,7 +129,8 @@ def _changes_in(cell: Cell, before: Any, after: Any) -> Iterator[Change]:
         if set(before) != set(after):
             yield Change(path_text(cell.path), "members", set(before), set(after), partial(_put_members, cell.target))
     elif not is_same(before, after):
-        yield Change(path_text(cell.path), "entry", before, after, cell.restore)
+        limit = getattr(cell.target, "maxlen", None)
+        yield Change(path_text(cell.path), "entry", before, after, cell.restore, limit)
 
 
 def _put_members(target: set[Any], value: set[Any]) -> None:
