@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_unified.step.results.entries import refusal_of_merge
 from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.results.rings import OneWrite, has_ring, learn_rings, wholes_of_ring
 from lightning_unified.step.results.sameness import same
 
-__all__ = ["Queue", "has_queue", "queue_of", "without_queues"]
+__all__ = ["has_queue", "queue_of", "without_queues"]
 
 _ENDS = ("last", "first")
 _MOST_PER_ROW = 4  # entries; a step seldom keeps more than the views of a row
@@ -30,7 +31,7 @@ _MOST_DIMENSIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class _Queue:
     """The values of a queue before and after the runs of a step.
 
     Args:
@@ -75,7 +76,7 @@ class _Rule:
             old, stays, new = _part(before, self.dim, 0, kept), (min(number, most), None), (0, min(number, most))
         return _part(after, self.dim, *new) if same(_part(after, self.dim, *stays), old) else None
 
-    def whole(self, queue: Queue) -> Any:
+    def whole(self, queue: _Queue) -> Any:
         """Return the queue with the entries of all runs; None if a run has done anything else."""
         pairs = zip(queue.values, queue.rows, strict=True)
         added = [self.added(queue.before, value, rows, queue.limit) for value, rows in pairs]
@@ -90,47 +91,64 @@ class _Rule:
 
 
 def without_queues(
-    table: MergeTable, troubles: Sequence[str], queues: Mapping[str, tuple[Any, Queue]], *, tolerance: float
+    table: MergeTable,
+    troubles: Sequence[str],
+    whole: Mapping[str, OneWrite],
+    runs: Sequence[Mapping[str, OneWrite]],
+    rows: Sequence[int],
+    *,
+    tolerance: float,
 ) -> list[str]:
     """Learn which values are queues; return `troubles` without them.
 
     Args:
         table: The rules, which hold each way to add entries that fits all checks.
         troubles: The paths of values that no other rule merges.
-        queues: The value that the whole batch leaves, and those of its micro-batches, by path.
+        whole: The writes of the whole batch, by path.
+        runs: The writes of each micro-batch.
+        rows: The rows of each micro-batch.
         tolerance: Largest relative difference that counts as rounding.
     """
-    left = list(troubles)
-    for path, (whole, queue) in queues.items():
+    merged = learn_rings(table, troubles, whole, runs, rows, tolerance=tolerance)
+    for path in {*whole, *(path for run in runs for path in run)}:
         if not (path in troubles or table.knows(_key(path))):
             continue
-        fits = [rule for rule in _rules(table, path, queue.before) if _fits(rule, whole, queue, tolerance)]
+        queue, known = _queue_at(path, runs, rows), whole.get(path)
+        after = queue.before if known is None else known.after
+        fits = [rule for rule in _rules(table, path, queue.before) if _fits(rule, after, queue, tolerance)]
         table.note(_key(path), *map(_text, fits))
-        if fits and path in left:
-            table.unmergeable -= {one for one in table.unmergeable if one == path or one.startswith(f"{path}.")}
-            left.remove(path)
-    return left
+        merged |= {path} if fits else set()
+    table.unmergeable -= {one for one in table.unmergeable for path in merged if f"{one}.".startswith(f"{path}.")}
+    return [path for path in troubles if path not in merged]
 
 
 def has_queue(table: MergeTable, path: str) -> bool:
-    """Return whether the value at `path` was a queue in all checks."""
-    return bool(table.all_rules(_key(path)))
+    """Return whether the value at `path` was a queue, or the place in one, in all checks."""
+    return bool(table.all_rules(_key(path))) or has_ring(table, path)
 
 
-def queue_of(table: MergeTable, path: str, queue: Queue) -> Any:
-    """Return the queue after all micro-batches.
+def queue_of(table: MergeTable, path: str, runs: Sequence[Mapping[str, OneWrite]], rows: Sequence[int]) -> Any:
+    """Return the queue after all micro-batches, or the place in it.
 
     Raises:
         SplitError: If a micro-batch has not added entries for its rows only, or ways to add them that fit all checks differ.
     """
-    found = [rule.whole(queue) for rule in _rules(table, path, queue.before)]
-    found = [one for one in found if one is not None]
+    queue = _queue_at(path, runs, rows)
+    added = [rule.whole(queue) for rule in _rules(table, path, queue.before)] if table.all_rules(_key(path)) else []
+    found = [one for one in (*added, *wholes_of_ring(table, path, runs, rows)) if one is not None]
     if not found or not all(same(one, found[0]) for one in found):
         raise refusal_of_merge(path)
     return found[0]
 
 
-def _fits(rule: _Rule, whole: Any, queue: Queue, tolerance: float) -> bool:
+def _queue_at(path: str, runs: Sequence[Mapping[str, OneWrite]], rows: Sequence[int]) -> _Queue:
+    known = next((run[path] for run in runs if path in run), None)
+    if known is None:
+        return _Queue(None, [], rows, None)
+    return _Queue(known.before, [run[path].after if path in run else known.before for run in runs], rows, known.limit)
+
+
+def _fits(rule: _Rule, whole: Any, queue: _Queue, tolerance: float) -> bool:
     merged = rule.whole(queue)
     is_added = rule.added(queue.before, whole, sum(queue.rows), queue.limit) is not None
     return is_added and merged is not None and same(merged, whole, tolerance=tolerance)

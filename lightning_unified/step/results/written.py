@@ -42,7 +42,7 @@ from lightning_unified.step.results.entries import (
 )
 from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
-from lightning_unified.step.results.queues import Queue, has_queue, queue_of, without_queues
+from lightning_unified.step.results.queues import has_queue, queue_of, without_queues
 from lightning_unified.step.results.quotients import has_quotient, numbers_of, quotient_of, without_quotients
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.undo import Noted, StateWatch
@@ -68,12 +68,14 @@ class Write:
         before: The value before; an empty list for a tail.
         after: The value after.
         limit: The largest number of entries of a deque; None for other values.
+        put: Writes a value there.
     """
 
     kind: str
     before: Any
     after: Any
     limit: int | None = None
+    put: Callable[[Any], None] | None = None
 
 
 Written = dict[str, Write]
@@ -81,7 +83,7 @@ Written = dict[str, Write]
 
 def written_since(noted: Noted) -> Written:
     """Return the values written since `noted`, by path."""
-    return {one.path: Write(one.kind, one.before, _kept(one.after), one.limit) for one in changes_since(noted)}
+    return {one.path: Write(one.kind, one.before, _kept(one.after), one.limit, one.put) for one in changes_since(noted)}
 
 
 def learn_written(
@@ -102,21 +104,8 @@ def learn_written(
         else:
             after, *values = [UNWRITTEN if one is None else one.after for one in writes]
             troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
-    queues = {
-        path: (_left(one, whole.get(path)), _queue(one, [run.get(path) for run in runs], weights))
-        for path, one in {path: one for run in (whole, *runs) for path, one in run.items()}.items()
-    }
-    troubles = without_queues(table, troubles, queues, tolerance=tolerance)
+    troubles = without_queues(table, troubles, whole, runs, weights.rows, tolerance=tolerance)
     return without_quotients(table, troubles, [whole, *runs])
-
-
-def _queue(known: "Write | Change", writes: "Sequence[Write | Change | None]", weights: MicroBatchWeights) -> Queue:
-    return Queue(known.before, [_left(known, one) for one in writes], weights.rows, known.limit)
-
-
-def _left(known: "Write | Change", write: "Write | Change | None") -> Any:
-    """Return the value that a run leaves where another run has made the write `known`."""
-    return known.before if write is None else write.after
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
@@ -320,7 +309,7 @@ class WrittenOverMicroBatches:
         if known.kind == "members":
             return set().union(known.before, *(one.after for one in changes if one is not None))
         if has_queue(self._table, path):
-            return queue_of(self._table, path, _queue(known, changes, weights))
+            return queue_of(self._table, path, self._writes, weights.rows)
         values = [UNWRITTEN if one is None else one.after for one in changes]
         return merge_entry(self._table, path, known.before, values, weights)
 

@@ -1,10 +1,13 @@
 """One trial: run rows whole and in micro-batches, and compare every result."""
 
 from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 
-from lightning_unified.errors import SplitError
+from lightning_unified.errors import RankError, SplitError, UndoError
+from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.gradients import unequal_existence
 from lightning_unified.step.exactness.losses import LossRule, likeliest
@@ -24,6 +27,8 @@ from lightning_unified.step.exactness.trials.refusals import (
 from lightning_unified.step.exactness.trials.rounding import MOST, nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
+from lightning_unified.step.results.queues import has_queue
+from lightning_unified.step.results.rings import Probe, learn_probes, probes_of
 
 __all__ = ["Judge"]
 
@@ -136,6 +141,7 @@ class Judge:
         if whole.loss is not None:
             losses = [run.loss for run in split.runs]
             self._tables.outputs.learn("loss", losses, whole.loss, weights, tolerance=tolerance)
+        troubles += self._rings_that_differ(comparison)
         if self._runner.anywhere(bool(troubles)):
             caches = self._caches(troubles, comparison, runs)
             troubles = [path for path in troubles if path not in caches]
@@ -144,6 +150,38 @@ class Judge:
             troubles = without_varying(self._tables, troubles, whole.written, again)
         if troubles:
             raise SplitError(refusal_of_state(self._whose, troubles) + since)
+
+    def _rings_that_differ(self, comparison: Comparison) -> list[str]:
+        """Run the rows near the end of each ring that the step writes; return what no rule merges there."""
+        table, whole, rows = self._tables.written, comparison.whole, sum(comparison.split.sizes)
+        probes, runs = probes_of(table, whole.written, rows), []
+        # copies, because each run notes the state before it in the same tensors
+        places = {one.path: deepcopy(whole.written[one.path].before) for one in probes}
+        while self._runner.anywhere(bool(probes)):
+            probe = probes.pop() if probes else None
+            run = self._probed(comparison, probe, None if probe is None else places[probe.path])
+            if probe is not None:
+                logs_alike = run is not None and run.logs.keys() == whole.logs.keys()
+                runs.append((probe, run if run is None else run.written if logs_alike else {}))
+        return [path for path in learn_probes(table, runs, whole.written, rows) if runs and not has_queue(table, path)]
+
+    def _probed(self, comparison: Comparison, probe: Probe | None, before: Any) -> Run | None:
+        """Run the whole rows from a place in a ring; return None if the step fails there.
+
+        `before` is the place where it is.
+        """
+        put = None if probe is None else comparison.whole.written[probe.path].put
+        if probe is None or put is None:
+            return comparison.repeated()
+        put(probe.like(before))
+        try:
+            return comparison.repeated()
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, (UndoError, RankError)):
+                raise
+            return None
+        finally:
+            put(before)
 
     def _caches(self, troubles: Sequence[str], comparison: Comparison, runs: TrialRuns) -> set[str]:
         """Return entries by number of rows that are the same for any rows of that number.
