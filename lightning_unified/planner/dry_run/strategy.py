@@ -139,10 +139,16 @@ class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
 
     @override
     def backward_micro_batch(
-        self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool, leaves: Sequence[Tensor] = ()
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        share: float | None,
+        first: bool,
+        leaves: Sequence[Tensor] = (),
+        kept: Sequence[Tensor] = (),
     ) -> Tensor:
         self._recorder.backward_begins()
-        scaled = super().backward_micro_batch(loss, optimizer, share, first, leaves)
+        scaled = super().backward_micro_batch(loss, optimizer, share, first, leaves, kept)
         self._backward_ends()
         return scaled
 

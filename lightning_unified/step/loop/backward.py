@@ -26,7 +26,13 @@ class MicroBatchBackward(Strategy):
     _batchs_parameters: tuple[Tensor, ...] = ()
 
     def backward_micro_batch(
-        self, loss: Tensor, optimizer: Optimizer, share: float | None, first: bool, leaves: Sequence[Tensor] = ()
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        share: float | None,
+        first: bool,
+        leaves: Sequence[Tensor] = (),
+        kept: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run one micro-batch's backward pass, without the hooks that follow the batch's last.
 
@@ -43,6 +49,7 @@ class MicroBatchBackward(Strategy):
             first: Whether it is the batch's first backward pass. The module's parameters are then listed anew, as each walk through
                 a deep module takes about as long as the launches of a block.
             leaves: Other tensors that get gradients; read at the first backward pass.
+            kept: Tensors of this micro-batch that keep their gradient.
         """
         assert self.lightning_module is not None
         if first:
@@ -56,7 +63,9 @@ class MicroBatchBackward(Strategy):
             scaled = _Share.apply(scaled, share)
         with (
             inside_hook(self.lightning_module, "backward"),
-            _added_after(self._batchs_parameters, share) if alone and share is not None else nullcontext(),
+            _added_after(_each_once(*self._batchs_parameters, *kept), share)
+            if alone and share is not None
+            else nullcontext(),
         ):
             self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
         return scaled

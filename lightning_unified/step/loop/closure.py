@@ -40,7 +40,9 @@ class ClosureHooks(Protocol):
         """Return whether the batch has a loss term, and so a gradient."""
         ...
 
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(
+        self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool, kept: Sequence[Tensor]
+    ) -> Tensor:
         """Run one micro-batch's backward pass, with its loss multiplied by `share`."""
         ...
 
@@ -80,8 +82,13 @@ class MicroBatchClosure(Closure):
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
                 with batch.recording():
                     scaled = loop.backward_micro_batch(
-                        output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
+                        output.closure_loss,
+                        self._optimizer,
+                        share=batch.share(index),
+                        first=scaled is None,
+                        kept=batch.keeping(),
                     ).detach()
+            batch.end_backward()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
             outputs.append(output)
         batch.settle()  # hooks after backward may read logs and written state

@@ -20,7 +20,7 @@ for all optimizers. Where the loss is read each step anyway, its own wait comes 
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -248,9 +248,11 @@ class FaultCheckedOptimization(UnifiedOptimization):
         shorten_command_buffers(self._policy, shape, phase=self._phase, found=found)
 
     @override
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(
+        self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool, kept: Sequence[Tensor]
+    ) -> Tensor:
         self._end_pass()
-        scaled = super().backward_micro_batch(loss, optimizer, share=share, first=first)
+        scaled = super().backward_micro_batch(loss, optimizer, share=share, first=first, kept=kept)
         self._end_pass()
         return scaled
 

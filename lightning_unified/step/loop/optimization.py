@@ -220,7 +220,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._device_check.compare(kwargs, is_split=batch.count > 1)
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
 
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(
+        self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool, kept: Sequence[Tensor]
+    ) -> Tensor:
         """Run one micro-batch's backward pass, with the window's earlier gradients set aside."""
         self._phase = "backward"
         if first and self._attempt is not None:
@@ -228,7 +230,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._window is not None:
             share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
         leaves = self.leaves() if first else ()
-        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share, first, leaves)
+        arguments = (loss, optimizer, share, first, leaves, kept)
+        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", *arguments)
         gather_gradients(self.trainer.lightning_module)
         self._phase = "forward"
         return scaled

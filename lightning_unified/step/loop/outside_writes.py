@@ -11,7 +11,9 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.results.kept_gradients import awaits_gradient, gradients_of
 from lightning_unified.step.results.sameness import same
+from lightning_unified.step.split.containers import tensors_in
 from lightning_unified.step.undo import TRAINING_STEP
 from lightning_unified.step.undo.functions import names_attribute
 
@@ -37,7 +39,7 @@ class OutsideWrites:
         self, trainer: L.Trainer, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int], *, is_read: bool
     ) -> None:
         self._trainer, self._batch, self._micro_batches, self._rows = trainer, batch, micro_batches, rows
-        self._keeps = is_read and isinstance(batch, MutableMapping)
+        self._keeps, self._is_read = is_read and isinstance(batch, MutableMapping), is_read
         self.begin()
 
     def begin(self) -> None:
@@ -61,6 +63,18 @@ class OutsideWrites:
             self._written.append({name: one for name, one in now.items() if before.get(name, self) is not one})
             self._removed.append(before.keys() - now.keys())
 
+    def keeping(self, index: int) -> list[Tensor]:
+        """Return the tensors of micro-batch `index` that await a gradient."""
+        return [one for one in tensors_in(self._micro_batches[index]) if awaits_gradient(one)]
+
+    def _finish_gradients(self) -> None:
+        """Give the rows of the batch the gradients of those of its micro-batches."""
+        columns = zip(tensors_in(self._batch), *map(tensors_in, self._micro_batches), strict=False)
+        for whole, *parts in columns:
+            gradients = gradients_of(parts)
+            if gradients and whole.is_leaf and [len(one) for one in parts if one.dim()] == list(self._rows):
+                whole.requires_grad_().grad = torch.cat(gradients)
+
     def finish(self, outputs: Sequence[ClosureResult], merged: Mapping[str, Any]) -> None:
         """Write to the whole batch and to the Trainer.
 
@@ -78,6 +92,8 @@ class OutsideWrites:
             )
         if any(self._stops):  # of the step, or of a signal's handler, which may run at any time
             self._trainer.should_stop = True
+        if self._is_read:
+            self._finish_gradients()
         for name in {name for written in self._written for name in written}:
             self._batch[name] = self._whole(name, outputs, merged)
         for name in set.intersection(*self._removed) if self._removed else ():

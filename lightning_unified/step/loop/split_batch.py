@@ -17,6 +17,8 @@ from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.small_parameters import SmallParameters
 from lightning_unified.step.loop.split_results import SplitResults
+from lightning_unified.step.results.kept_gradients import awaits_gradient
+from lightning_unified.step.split.containers import tensors_in
 
 __all__ = ["SplitBatch", "WholeBatch"]
 
@@ -42,6 +44,13 @@ class WholeBatch:
 
     def end_micro_batch(self) -> None:
         """Do nothing: state that the step wrote is already the batch's."""
+
+    def keeping(self) -> Sequence[Tensor]:
+        """Return no tensors: gradients are already the batch's."""
+        return ()
+
+    def end_backward(self) -> None:
+        """Do nothing: gradients are already the batch's."""
 
     def settle(self) -> None:
         """Do nothing: state that the step wrote is already the batch's."""
@@ -92,6 +101,8 @@ class SplitBatch:
         self._graph, self._bends, self._levels = None, LossBends(), levels
         self._small = SmallParameters(self._parameters if is_checked else ())
         self._others: list[tuple[Tensor, Tensor | None]] = []
+        self._returned: list[tuple[Tensor, Tensor]] = []
+        self._index = 0
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Start over, with the tensors besides these parameters that get gradients."""
@@ -126,7 +137,10 @@ class SplitBatch:
         self._note(index, output)
         if index == 0:
             self._small.note()
-        output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
+        returned, output.extra = output.extra, recursive_detach(output.extra)  # the graph must end with the micro-batch
+        pairs = zip(tensors_in(returned), tensors_in(output.extra), strict=True)
+        self._returned = [(one, detached) for one, detached in pairs if awaits_gradient(one)]
+        self._index = index
         if self.share(index) == 0:
             output.loss = None
             if output.closure_loss is not None:
@@ -184,6 +198,20 @@ class SplitBatch:
     def end_micro_batch(self) -> None:
         """Record the state that a micro-batch's step wrote, before the hooks that run once a batch."""
         self._merging.end_micro_batch()
+
+    def keeping(self) -> Sequence[Tensor]:
+        """Return the tensors that keep their gradient of the micro-batch's backward pass.
+
+        They are outputs, written state and rows of the batch.
+        """
+        returned = [one for one, _ in self._returned]
+        return [*returned, *self._merging.keeping(), *self._outside.keeping(self._index)]
+
+    def end_backward(self) -> None:
+        """Give outputs the gradients that they keep, and end their graph."""
+        for one, detached in self._returned:
+            detached.grad = one.grad
+        self._returned = []
 
     def settle(self) -> None:
         """Write the merged state, before the hooks that follow the step."""

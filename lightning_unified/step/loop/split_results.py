@@ -80,6 +80,10 @@ class SplitResults:
         if self._written is not None:
             self._written.end_micro_batch()
 
+    def keeping(self) -> Sequence[Tensor]:
+        """Return the tensors in written state that await a gradient, after the step of a micro-batch."""
+        return () if self._written is None else self._written.keeping()
+
     def numbers(self, index: int, returned: Any) -> dict[str, Tensor]:
         """Return the logged and returned numbers of micro-batch `index`, for facts about levels."""
         tables = self._tables

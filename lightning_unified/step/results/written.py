@@ -45,6 +45,7 @@ from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.results.queues import has_queue, queue_of, without_queues
 from lightning_unified.step.results.quotients import has_quotient, numbers_of, quotient_of, without_quotients
 from lightning_unified.step.results.sameness import same
+from lightning_unified.step.split.containers import tensors_in
 from lightning_unified.step.undo import Noted, StateWatch
 from lightning_unified.step.undo.changes import Change, changes_since, is_same, moved_since, versions_of
 
@@ -175,6 +176,11 @@ class WrittenOverMicroBatches:
     def end_micro_batch(self) -> None:
         """Record the writes of the micro-batch."""
         self._writes.append({one.path: one for one in self._moved() if not one.path.startswith(self._ignored)})
+
+    def keeping(self) -> list[Tensor]:
+        """Return the tensors that the last micro-batch has written and that await a gradient."""
+        last = self._writes[-1].values() if self._writes else ()
+        return [one for change in last for one in tensors_in(change.after) if awaits_gradient(one)]
 
     def _moved(self) -> Iterable[Change]:
         """Return the changes since the batch began."""

@@ -16,7 +16,7 @@ compares the collective that each rank is about to run. If these differ, because
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,10 +97,12 @@ class LockstepOptimization(ShardedUpdate):
         return True  # every rank runs every backward pass
 
     @override
-    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(
+        self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool, kept: Sequence[Tensor]
+    ) -> Tensor:
         if not super().has_terms():
             stop_gradients(loss)
-        return super().backward_micro_batch(loss, optimizer, share=share, first=first)
+        return super().backward_micro_batch(loss, optimizer, share=share, first=first, kept=kept)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:

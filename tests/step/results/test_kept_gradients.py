@@ -71,6 +71,47 @@ class Shared(Keeps):
         return [self.weight]
 
 
-@pytest.mark.parametrize("kind", [Attribute, Hooked, Input, Shared])
+class OwnBackward(Attribute):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward()
+
+
+class Returned(Net):
+    """Returns activations with their gradients, which a hook reads."""
+
+    def training_step(self, batch, batch_idx):
+        weight = self.net[0].weight * 2
+        hidden = F.linear(batch["x"], weight)
+        weight.retain_grad()
+        hidden.retain_grad()
+        return {"loss": F.cross_entropy(self.net[1:](hidden), batch["y"]), "kept": [hidden, weight]}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for index, one in enumerate(outputs["kept"]):
+            self.log(f"norm {index}", one.grad.norm())
+
+
+class ReturnedOwnBackward(Returned):
+    backward = OwnBackward.backward
+
+
+class OfBatch(Net):
+    """Differentiates the rows of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch["x"].requires_grad_()), batch["y"])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("norm", batch["x"].grad.norm())
+
+
+class OfBatchOwnBackward(OfBatch):
+    backward = OwnBackward.backward
+
+
+KINDS = [Attribute, Hooked, Input, Shared, OwnBackward, Returned, ReturnedOwnBackward, OfBatch, OfBatchOwnBackward]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_kept_gradients_are_those_of_the_whole_batch(kind):
     same_cut_and_whole(kind)
