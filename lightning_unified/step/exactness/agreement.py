@@ -1,7 +1,7 @@
 """The loss rules that agreed in checks so far, and the step of the last agreement."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -10,7 +10,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.losses import LossRule, candidates, declared, restored, shares, shares_differ
+from lightning_unified.step.exactness.losses import (
+    LossRule,
+    candidates,
+    declared,
+    guesses,
+    restored,
+    shares,
+    shares_differ,
+)
 
 __all__ = ["AgreedRules", "LastAgreement"]
 
@@ -39,12 +47,13 @@ class AgreedRules:
         if (own := declared(self._rules)) is not None:
             return [own]
         known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows, ignored))}
-        return [rule for name, rule in known.items() if name not in self._rejected]
+        known = {rule.name: rule for rule in guesses(batch, rows)} | known
+        return sorted((one for name, one in known.items() if name not in self._rejected), key=lambda one: one.is_guess)
 
     def add(self, found: Findings) -> None:
         """Record the findings of a conclusive check."""
         self._rejected |= found.rejected
-        self.agreeing = list(found.agreeing)
+        self.agreeing = [replace(rule, is_guess=False) for rule in found.agreeing]
 
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""

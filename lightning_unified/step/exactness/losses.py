@@ -1,6 +1,6 @@
 """Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, named_tensors
+from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, lengths_of, named_tensors, total_length
 from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.results.merging import MicroBatchWeights
 
@@ -19,6 +19,7 @@ __all__ = [
     "Weighting",
     "candidates",
     "declared",
+    "guesses",
     "likeliest",
     "may_count",
     "require_counts",
@@ -27,6 +28,7 @@ __all__ = [
     "shares_differ",
 ]
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LABELS = ("labels", "label", "targets", "target")
 _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
@@ -45,12 +47,14 @@ class Terms:
         left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
         is_shifted: Whether the first entry of each row is no term.
         size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
+        kind: Another way to count: `"total"` of the entries, entries `"above 0"`, or `"lengths"` of the rows' entries; empty for none.
     """
 
     path: str
     left_out: int | None = None
     is_shifted: bool = False
     size: str = ""
+    kind: str = ""
 
     def __call__(self, micro_batch: Any) -> Any:
         """Return the number of terms; 0 if the micro-batch lacks the field.
@@ -59,10 +63,13 @@ class Terms:
         """
         if self.size:
             return next((getattr(graphs, self.size) for path, graphs in graphs_of(micro_batch) if path == self.path), 0)
+        if self.kind == "lengths":
+            return total_length(micro_batch, self.path)
         leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0
         leaf = leaf[:, 1:] if self.is_shifted else leaf
+        leaf = leaf > 0 if self.kind == "above 0" else leaf
         terms = leaf if self.left_out is None else leaf != self.left_out
         return terms.sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
 
@@ -75,11 +82,13 @@ class LossRule:
         name: A name in words; two rules with the same name are the same rule.
         count: Returns the number of loss terms of a micro-batch; `None` counts its rows.
         adds: Whether losses add up without weights. `count` is then only the number of terms of a batch in its accumulation window.
+        is_guess: Whether nothing but the numbers in a batch speaks for the rule. A check tries it only where no other rule agrees.
     """
 
     name: str
     count: Callable[[Any], Any] | None = None
     adds: bool = False
+    is_guess: bool = False
 
     @property
     def reads_a_field(self) -> bool:
@@ -132,12 +141,28 @@ def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[Los
     return [*found, *later, LossRule("sum", adds=True)]
 
 
+def guesses(batch: Any, rows: int) -> Iterator[LossRule]:
+    """Yield the loss rules that a check tries where no candidate agrees."""
+    for path, tensor in named_tensors(batch):
+        is_plain = tensor.layout is torch.strided and tensor.dtype in _INTEGERS
+        if not (is_plain and tensor.dim() and tensor.shape[0] == rows and tensor.numel()):
+            continue
+        least, most = (float(one) for one in tensor.aminmax())
+        if tensor.dim() == 1 and least >= 0 and not _is_count(path, tensor):
+            yield LossRule(f"total of {path!r}", Terms(path, kind="total"), is_guess=True)
+        if least <= 0 < most:
+            yield LossRule(f"entries of {path!r} above 0", Terms(path, kind="above 0"), is_guess=True)
+    for path, lengths in lengths_of(batch, rows):
+        if len({*lengths}) > 1:
+            yield LossRule(f"lengths of {path!r}", Terms(path, kind="lengths"), is_guess=True)
+
+
 def may_count(rule: LossRule, batch: Any) -> bool:
     """Return whether a rule may hold for a batch.
 
     A rule that sums a field holds only where the field may be a mask or weights: labels may look like a mask in some batches.
     """
-    if not isinstance(rule.count, Terms) or rule.count.left_out is not None:
+    if not isinstance(rule.count, Terms) or rule.count.left_out is not None or rule.count.kind:
         return True
     path = rule.count.path
     leaf = leaf_at(batch, path)
@@ -266,11 +291,12 @@ class Weighting:
     def __init__(
         self, rule: LossRule, batches: Sequence[Any], rows: Sequence[int], *, zero_by_rows: bool = True
     ) -> None:
-        self._adds = rule.adds
+        self._adds, self._rule = rule.adds, rule
         counted = list(map(float, rows))
         if rule.count is not None and not rule.adds:
             counted = _on_host([rule.count(batch) for batch in batches])
         require_counts(rule, counted)
+        self._counted = counted
         terms = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
         self.weights = MicroBatchWeights(list(rows), terms)
 
@@ -288,6 +314,15 @@ class Weighting:
         """The factor of each micro-batch's loss."""
         found = [self.share(index) for index in range(len(self.weights.terms))]
         return [1.0 if share is None else share for share in found]
+
+    def has_loss_of_nothing(self, index: int, loss: Tensor) -> bool:
+        """Return whether a micro-batch without a loss term has a loss all the same.
+
+        An example is a sum divided by `max(terms, 1)`. A loss that is not finite is a mean of no terms. A declared `loss_weight` of 0 leaves
+        out any loss.
+        """
+        is_counted = self._counted[index] or not self._rule.reads_a_field
+        return not is_counted and bool(loss.detach().isfinite() and loss.detach() != 0)
 
     def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
         """Return the whole batch's loss: the weighted sum of losses; None without losses.

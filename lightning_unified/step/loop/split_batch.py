@@ -135,6 +135,11 @@ class SplitBatch:
             with self._outside.micro_batch(index):
                 output = self._steps[index]()
         self._note(index, output)
+        lacks_terms = output.closure_loss is not None and self._weighting.has_loss_of_nothing(
+            index, output.closure_loss
+        )
+        if lacks_terms and self._bends is not None:
+            self._bends.add_lacking(index)
         if index == 0:
             self._small.note()
         returned, output.extra = output.extra, recursive_detach(output.extra)  # the graph must end with the micro-batch

@@ -32,6 +32,7 @@ __all__ = ["LossBends", "are_mixed"]
 
 Fact = tuple[str, str, Any]
 
+_OF_NO_TERMS: Fact = ("the loss", "bends", ("of no terms", True))
 _ROUNDING = 1e-5  # of a quotient of two float32 numbers
 
 
@@ -54,6 +55,7 @@ class LossBends:
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
         self._written: Mapping[str, Sequence[Any]] = {}  # numbers of all micro-batches
         self._parameters: Sequence[int] = ()
+        self._lacking: list[int] = []  # micro-batches with a loss of no terms
         self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
 
@@ -86,6 +88,13 @@ class LossBends:
         """Note the written parameters, by their places among the trained ones."""
         self._parameters = places
 
+    def add_lacking(self, index: int) -> None:
+        """Note that micro-batch `index` has a loss although it has no loss terms.
+
+        Its loss may be the same for any rows, such as a penalty of weights, or a sum that the step divides by at least 1.
+        """
+        self._lacking.append(index)
+
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
         """Begin the transfer of figures on a CUDA device to the host, and return all figures.
 
@@ -112,6 +121,8 @@ class LossBends:
             facts: Facts about this batch.
             micro_batches: The rows of each micro-batch.
         """
+        if _OF_NO_TERMS in facts:
+            return range(sum(micro_batches[: self._lacking[0]]), sum(micro_batches[: self._lacking[0] + 1]))
         places: dict[Any, set[int]] = {}
         for fact in facts:
             if fact[1] == "bends" and len(fact[2]) > 2:  # else of micro-batches with different graphs
@@ -141,6 +152,7 @@ class LossBends:
             for place, (name, values) in enumerate(zip(names, columns, strict=True)):
                 if (noted := _noted(name, values, counts)) is not None:
                     facts.add(("the loss", "bends", (graph, place, name, *noted)))
+        facts.update([_OF_NO_TERMS] if self._lacking else [])
         facts.update(("the step", "writes a parameter", place) for place in self._parameters)
         return frozenset({*facts, *self._facts_of_numbers(figures)})
 

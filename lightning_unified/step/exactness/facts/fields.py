@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined
 
-__all__ = ["arrays_of", "columns_of", "graphs_of", "leaf_at", "lengths_of", "named_tensors"]
+__all__ = ["arrays_of", "columns_of", "graphs_of", "leaf_at", "lengths_of", "named_tensors", "total_length"]
 
 _LONG = 64  # a list with more entries holds rows, not fields
 
@@ -83,6 +83,24 @@ def lengths_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Seq
         yield from _lengths(batch, path)
     for name, entry in _fields(batch):
         yield from lengths_of(entry, rows, joined(path, name))
+
+
+def total_length(batch: Any, path: str) -> int:
+    """Return the sum of the lengths that `lengths_of` finds at `path`; 0 if there are none."""
+    found = (
+        sum(lengths) for rows in _numbers_of_rows(batch) for name, lengths in lengths_of(batch, rows) if name == path
+    )
+    return next(found, 0)
+
+
+def _numbers_of_rows(batch: Any) -> set[int]:
+    """Return the lengths of all lists, packed sequences and nested tensors in a batch."""
+    if isinstance(batch, PackedSequence):
+        return {int(batch.batch_sizes[0])}
+    if isinstance(batch, Tensor):
+        return {batch.size(0)} if batch.is_nested else set()
+    own = {len(batch)} if is_sequence(batch) else set()
+    return own.union(*(_numbers_of_rows(entry) for _, entry in _fields(batch)))
 
 
 def _lengths(rows: Sequence[Any], path: str) -> Iterator[tuple[str, Sequence[int]]]:

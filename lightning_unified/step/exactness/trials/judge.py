@@ -61,6 +61,7 @@ class Judge:
         if undecided := comparison.says_nothing:
             self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
+        rules = _without_guesses(comparison, rules)
         off = {rule.name: comparison.off(rule) for rule in rules}
         best = min(off.values(), key=lambda one: one.excess)
         allowed, by_rounding = _allowed(best.excess, comparison, runs, is_late=bool(since))
@@ -216,6 +217,17 @@ def _allowed(excess: float, comparison: Comparison, runs: TrialRuns, *, is_late:
     return min(explained, MOST[lowest]), explained if lowest is torch.float32 else 1.0
 
 
+def _without_guesses(comparison: Comparison, rules: Sequence[LossRule]) -> Sequence[LossRule]:
+    """Return the loss rules without guesses, but for those that agree where no other rule does.
+
+    In 16 bits, weights that are off by rounding would agree by chance.
+    """
+    others = [rule for rule in rules if not rule.is_guess]
+    if not comparison.none_agrees(others) or comparison.lowest in (torch.float16, torch.bfloat16):
+        return others
+    return [*others, *(rule for rule in rules if rule.is_guess and comparison.off(rule).excess <= 1)]
+
+
 def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
     """Return the loss rule under which the most logs and outputs merge.
 
@@ -228,4 +240,5 @@ def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
         learn_results(tables, comparison.whole, split.runs, split.weights(rule), tolerance=tolerance)
         return len(tables.unmergeable)
 
-    return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)
+    named = [rule for rule in rules if not rule.is_guess]
+    return min(filter(comparison.can_count, [likeliest(named), *named]), key=lacking)

@@ -1,0 +1,119 @@
+"""Loss weights that no name suggests, and losses of micro-batches without terms."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.losses import candidates, guesses
+from tests.support.lanes import first_cells
+from tests.support.modules.plain import weights
+from tests.support.modules.split import Net
+from tests.support.runs.split_and_whole import EXACT, run
+
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = 48
+X = torch.randn(ROWS, 6, generator=GENERATOR, dtype=torch.float64)
+NUMBERS = torch.randint(1, 6, (ROWS,), generator=GENERATOR)
+TARGETS = torch.randint(-1, 3, (ROWS, 4), generator=GENERATOR)
+NONE = TARGETS.clone().clamp(min=-1, max=1)
+NONE[22:28] = -1  # a micro-batch of the second batch
+BOXES = [torch.randn(number % 4, 4, generator=GENERATOR, dtype=torch.float64) for number in NUMBERS.tolist()]
+
+
+class Tuple(Net):
+    """Its batch is a tuple of inputs and whole numbers."""
+
+    fields = (X, NUMBERS)
+
+    @classmethod
+    def loader(cls):
+        return DataLoader(list(zip(*cls.fields, strict=True)), batch_size=16)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net(batch[0]), batch[1])
+
+
+class Lengths(Tuple):
+    def loss(self, out, lengths):
+        steps = torch.arange(out.shape[1]) < lengths[:, None]
+        return (out.square() * steps).sum() / lengths.sum()
+
+
+class Foreground(Tuple):
+    fields = (X, TARGETS)
+
+    def loss(self, out, targets):
+        return ((out[:, :4] - 1).square() * (targets > 0)).sum() / (targets > 0).sum()
+
+
+class Boxes(Tuple):
+    @staticmethod
+    def loader():
+        rows = [(x, {"boxes": boxes}) for x, boxes in zip(X, BOXES, strict=True)]
+        return DataLoader(rows, batch_size=16, collate_fn=lambda rows: tuple(map(list, zip(*rows, strict=True))))
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(torch.stack(batch[0]))
+        errors = [(one[:4] - row["boxes"]).abs().sum() for one, row in zip(out, batch[1], strict=True)]
+        return torch.stack(errors).sum() / sum(len(row["boxes"]) for row in batch[1])
+
+
+class AtLeastOne(Tuple):
+    fields = (X, NONE)
+
+    def loss(self, out, targets):
+        return (out[:, :4] - targets).square().sum() / max(int((targets > 0).sum()), 1)
+
+
+class Penalized(Foreground):
+    fields = (X, NONE)
+
+    def loss(self, out, targets):
+        errors = ((out[:, :4] - 1).square() * (targets > 0)).sum()
+        return errors / max(int((targets > 0).sum()), 1) + self.net[0].weight.square().sum()
+
+
+class Mixed(Lengths):
+    def loss(self, out, lengths):
+        return super().loss(out, lengths) + out.square().mean()
+
+
+class Squares(Lengths):
+    def loss(self, out, lengths):
+        return out.square().sum() / lengths.square().sum()
+
+
+@first_cells(2, "kind", [Boxes, Lengths, Foreground])
+def test_losses_over_counts_without_a_known_name_split_exactly(kind):
+    whole, *_ = run(kind, "auto")
+    split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
+
+    torch.testing.assert_close(weights(split), weights(whole), **EXACT)
+
+
+@first_cells(1, "kind", [Mixed, Squares])
+def test_other_losses_are_refused(kind):
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        run(kind, UnifiedStrategy(micro_batch_size=6))
+
+
+def test_a_loss_of_rows_without_terms_is_refused():
+    with pytest.raises(SplitError, match="gradient of 8 rows differs"):
+        run(AtLeastOne, UnifiedStrategy(micro_batch_size=6))
+
+
+def test_a_penalty_of_weights_is_no_loss_of_rows_without_terms():
+    whole, *_ = run(Penalized, "auto")
+    split, *_ = run(Penalized, UnifiedStrategy(micro_batch_size=6))
+
+    torch.testing.assert_close(weights(split), weights(whole), **EXACT)
+
+
+def test_guesses_are_no_candidates():
+    batch = (X, NUMBERS, TARGETS, BOXES)
+    names = [rule.name for rule in guesses(batch, ROWS)]
+
+    assert names == ["total of '1'", "entries of '2' above 0", "lengths of '3'"]
+    assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
