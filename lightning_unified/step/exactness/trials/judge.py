@@ -24,7 +24,7 @@ from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_gradients,
     refusal_of_state,
 )
-from lightning_unified.step.exactness.trials.rounding import MOST, nudged
+from lightning_unified.step.exactness.trials.rounding import MARGIN, MOST, nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
 from lightning_unified.step.results.queues import has_queue
@@ -32,7 +32,6 @@ from lightning_unified.step.results.rings import Probe, learn_probes, probes_of
 
 __all__ = ["Judge"]
 
-_MARGIN = 1.5  # judgement: whole and split runs round independently, and the worst of many parameters varies
 _DRAWN = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
 
 
@@ -213,7 +212,7 @@ def _allowed(excess: float, comparison: Comparison, runs: TrialRuns, *, is_late:
     lowest = comparison.lowest
     if excess <= 1 or lowest is None or (excess > MOST[lowest] and not (is_late and lowest is torch.float32)):
         return 1.0, 1.0
-    explained = max(1.0, _MARGIN * runs.rounding(lowest))
+    explained = max(1.0, MARGIN[lowest] * runs.rounding(lowest))
     return min(explained, MOST[lowest]), explained if lowest is torch.float32 else 1.0
 
 
