@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from lightning_unified.cost_model.backends import mimic
 from lightning_unified.planner.fake.known_values import set_value
 from lightning_unified.planner.fake.mode import fake_world
 
@@ -20,6 +21,13 @@ def packed(source, lengths, *, first):
     padded, counts = pad_packed_sequence(sequence, batch_first=first, total_length=6)
     (slope,) = torch.autograd.grad(padded.sum(), source)
     return sequence.data, sequence.batch_sizes, padded, counts, slope
+
+
+def recurrent(source, lengths, kind):
+    layer = kind(4, 6, num_layers=2, bidirectional=True)
+    sequence, state = layer(pack_padded_sequence(source, lengths, enforce_sorted=False))
+    (slope,) = torch.autograd.grad(sequence.data.sum(), source)
+    return sequence.data, *(state if isinstance(state, tuple) else (state,)), slope
 
 
 def spoken(logs, lengths):
@@ -46,6 +54,9 @@ def grouped(source, *, dtype):
 CASES = {
     "packed, rows first": (lambda x, n: packed(x, n, first=True), (3, 5, 4)),
     "packed, steps first": (lambda x, n: packed(x, n, first=False), (5, 3, 4)),
+    "LSTM of packed rows": (lambda x, n: recurrent(x, n, torch.nn.LSTM), (5, 3, 4)),
+    "GRU of packed rows": (lambda x, n: recurrent(x, n, torch.nn.GRU), (5, 3, 4)),
+    "RNN of packed rows": (lambda x, n: recurrent(x, n, torch.nn.RNN), (5, 3, 4)),
     "ctc": (spoken, (20, 3, 7)),
     "entries of a mask": (lambda x, _: x[MASK], (2, 3, 4)),
     "entries of a mask beside others": (lambda x, _: x[1, :, MASK], (2, 5, 2, 3)),
@@ -69,6 +80,14 @@ def test_known_values_decide_shapes_though_others_are_unknown(case, monkeypatch)
 
     assert found == expected
     assert answers.reads == []
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [("cpu", False), ("cuda", True), ("mps", False)])
+def test_an_lstm_of_packed_rows_is_one_kernel_on_cuda_alone(backend, kernel):
+    with fake_world(), mimic(backend):
+        lengths = set_value(torch.empty(LENGTHS.shape, dtype=torch.int64), LENGTHS)
+        data, *_ = recurrent(torch.empty(5, 3, 4, requires_grad=True), lengths, torch.nn.LSTM)
+    assert ("_Recurrence" in str(data.grad_fn)) is kernel
 
 
 def test_unknown_lengths_count_as_full_and_are_noted():
