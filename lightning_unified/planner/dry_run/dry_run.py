@@ -152,15 +152,18 @@ class DryRun:
             noted.iterators.give_back()
 
     def _first(self, size: StepSize, *, other: bool = False) -> Trace:
-        world = World(other=other)
+        world, has_learnt = World(other=other), False
         with fake_world(world):
             fit = FakeFit(self._spec, self._templates, size, recompute=self._recompute, world=world, twins=self._twins)
             try:
                 fit.run()
-            except Exception:
-                if not fit.has_skipped:
+            except Exception as error:
+                has_learnt = world.answers.learn_from(error)
+                if not (has_learnt or fit.has_skipped):
                     raise
-                fit.recording.is_unlike = True  # what a skipped block leaves out may have been missing
+                fit.recording.is_unlike = not has_learnt  # what a skipped block leaves out may have been missing
+        if has_learnt:
+            return self._first(size, other=other)
         if fit.recording.is_unlike:
             self._twins.give_up()
             return self._first(size, other=other)

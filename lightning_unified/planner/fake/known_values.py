@@ -4,8 +4,11 @@ A fake tensor has no storage, yet steps read values: `loss.item()`, `lengths.max
 and counters, therefore carry a real tensor beside them. Each operation on such tensors is executed on the real values too.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,14 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 WITHOUT_TENSORS = (aten.promote_types.default,)
 """Operations whose result follows from their arguments, none of which is a tensor."""
+
+_BETWEEN = (
+    "lightning_unified.",
+    "torch._",
+    "torch.utils._",
+    "torch.overrides",
+)  # modules between a read and its answer
+_VALIDATED: set[tuple[CodeType, int]] = set()  # places that raise where a value is False, such as `if not valid.all()`
 
 _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -75,7 +86,8 @@ class Answers(TorchDispatchMode):
 
     Known values are the batch's integers, small buffers, and tensors made from constants (`zeros`, `arange`). So a step reads counters,
     lengths, masks and the optimizers' step counts as they are. A read of an unknown value returns 1, False, or the largest possible number
-    of entries (the smallest for unique entries), and is noted in `reads`. Gradients count as finite.
+    of entries (the smallest for unique entries), and is noted in `reads`. Gradients count as finite. Code that raises after it read False
+    reads True there from then on.
 
     This mode lies above the mode that makes fake tensors, and below the recorder.
 
@@ -95,6 +107,7 @@ class Answers(TorchDispatchMode):
         self.silent = False
         self._place = place
         self._count = 0
+        self._denied: tuple[CodeType, int] | None = None
         self._lost: dict[int, torch.UntypedStorage] = {}
 
     @classmethod
@@ -199,13 +212,35 @@ class Answers(TorchDispatchMode):
         if length:
             return args[0].new_empty((length,))  # with a given number of bins, no value lies beyond them
         answer, words, shapes = made_up_answer(func, args, kwargs, other=self._other)
+        if answer is False:
+            self._denied = _reading_place()
+            answer = self._denied in _VALIDATED
+            words = str(answer)
         self.note(str(func), words, shapes=shapes)
         return answer
+
+    def learn_from(self, error: Exception) -> bool:
+        """Return whether the code that last read False raised `error` then, and did so for the first time."""
+        denied = self._denied
+        if denied is None or denied in _VALIDATED:
+            return False
+        is_cause = any(frame.f_code is denied[0] for frame, _ in walk_tb(error.__traceback__))
+        if is_cause:
+            _VALIDATED.add(denied)
+        return is_cause
 
     def note(self, op: str, answer: str, *, shapes: bool) -> None:
         """Note a read that was answered with a made-up value."""
         if not self.silent:
             self.reads.append(Read(op=op, place=self._place(), answer=answer, shapes=shapes))
+
+
+def _reading_place() -> tuple[CodeType, int] | None:
+    """Return the code that reads a value now, and the place in it."""
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def _is_small(result: Any) -> bool:

@@ -11,6 +11,7 @@ __all__ = ["READS", "READ_SCALAR", "is_mask", "made_up_answer", "shaped_by_known
 
 aten = torch.ops.aten
 READ_SCALAR = aten._local_scalar_dense.default
+_EQUALITIES = (aten.equal.default, aten.allclose.default)
 
 Known = Callable[[Tensor], Tensor | None]
 
@@ -23,7 +24,7 @@ def made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: bo
             return False, "False", False
         whole = 3 if other else 1
         return (1.0, "1.0", False) if tensor.is_floating_point() else (whole, str(whole), True)
-    if func is aten.equal.default:
+    if func in _EQUALITIES:
         return True, "True", False
     results = _SHAPING[func](*args, share=2 if other else 1, **kwargs)
     found = [results] if isinstance(results, Tensor) else results
@@ -159,7 +160,7 @@ _BY_PART: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc_of_known,
     aten._ctc_loss.Tensor: _ctc_of_known,
 }
-READS = frozenset({READ_SCALAR, aten.equal.default, *_SHAPING} - {aten.index.Tensor})
+READS = frozenset({READ_SCALAR, *_EQUALITIES, *_SHAPING} - {aten.index.Tensor})
 
 
 def is_mask(index: Any) -> bool:

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_unified.errors import DryRunError
+from lightning_unified.planner.dry_run import DryRun
+from lightning_unified.planner.fake import known_values
 from tests.support.zoo.dry_run import Perceptron, trace_step
 
 
@@ -60,6 +62,56 @@ def test_a_tensor_is_made_of_the_tensors_in_a_list():
             return x * norms.sum() + counts.sum()
 
     assert trace_step(Module(), Module.batch(4), rows=4).confidence != "low"
+
+
+def of_a_distribution(x, _):
+    return torch.distributions.Normal(x, x.exp(), validate_args=True).rsample()
+
+
+def checked_twice(x, _):
+    if torch.isnan(x).any() or not torch.isfinite(x.mean()):
+        raise ValueError("not finite")
+    assert torch.allclose(x, x) and (x < 100).all()
+    return x
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The sizes that dry runs traced, each from the beginning."""
+    first, found = DryRun._first, []
+    monkeypatch.setattr(known_values, "_VALIDATED", set())
+    monkeypatch.setattr(DryRun, "_first", lambda self, size, **other: found.append(size) or first(self, size, **other))
+    return found
+
+
+@pytest.mark.parametrize("read", [of_a_distribution, checked_twice])
+def test_a_step_that_checks_its_values_passes_the_checks(read, runs):
+    class Module(Reader):
+        def read(self, x, y):
+            return read(x, y)
+
+    trace = trace_step(Module(), Module.batch(4), rows=4)
+    checks = len(runs) - 1
+    again = trace_step(Module(), Module.batch(4), rows=4)
+
+    assert trace.confidence == again.confidence == "medium"
+    assert "True" in {one.answer for one in trace.reads}
+    assert checks > 0 and len(runs) == checks + 2
+
+
+def test_an_error_beside_a_read_is_the_modules_own(runs):
+    class Module(Reader):
+        def read(self, x, y):
+            self.is_large(x)
+            raise ValueError("of its own")
+
+        @staticmethod
+        def is_large(x):
+            return bool(x.mean() > 1)
+
+    with pytest.raises(DryRunError, match="of its own"):
+        trace_step(Module(), Module.batch(4), rows=4)
+    assert len(runs) == 1
 
 
 def test_what_cannot_be_run_without_values_says_so():
