@@ -21,6 +21,7 @@ __all__ = [
     "refusal_of_switches",
     "refusal_of_updates",
     "refusal_of_writes",
+    "unsplit",
 ]
 
 
@@ -220,6 +221,14 @@ def refusal_of_renormed(whose: str, parameter: str) -> SplitError:
 
 _LATE = "{whose} {change} in its step, after its forward pass has used it, and a split batch would run its other micro-batches with {with_them}."
 _WRITTEN = "This check has written it too: go on from a checkpoint, or start anew."
+
+
+def unsplit(paths: Sequence[str]) -> str:
+    """Return the end of an error message: the fields that every micro-batch gets whole."""
+    if not paths:
+        return ""
+    named = ", ".join(map(repr, paths[:3])) + (" …" if len(paths) > 3 else "")
+    return f" Every micro-batch gets {named} whole: if rows have entries there, such as the patches of their images, give rows=RowRules(split=…)."
 
 
 def failure_on_rows(step: str, rows: str, error: BaseException) -> str:

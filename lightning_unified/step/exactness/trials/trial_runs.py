@@ -12,11 +12,12 @@ from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, Order, RecordDraws, ReplayDraws
+from lightning_unified.step.exactness.facts.fields import named_tensors
 from lightning_unified.step.exactness.gradients import disagreement
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.trials.comparison import Comparison, SplitRuns, Trial
-from lightning_unified.step.exactness.trials.refusals import failure_on_rows
+from lightning_unified.step.exactness.trials.refusals import failure_on_rows, unsplit
 from lightning_unified.step.exactness.trials.rounding import nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.recovery.generators import GeneratorWatch
@@ -190,5 +191,11 @@ class TrialRuns:
         step = f"{type(self._runner.module).__name__}.training_step"
         return SplitError(
             f"{failure_on_rows(step, rows, error)} In MicroBatchRules: unit=n if n rows belong together, splittable=False to run "
-            "batches whole, or check=False if it is sound on the micro-batches used."
+            f"batches whole, or check=False if it is sound on the micro-batches used.{unsplit(self._shared())}"
         )
+
+    def _shared(self) -> list[str]:
+        """Return the paths of tensors that are as large for one row as for all rows of the trial."""
+        one, all_rows = (dict(named_tensors(self._trial.rows_from(0, rows))) for rows in (1, self._trial.rows))
+        sizes = {path: tensor.shape for path, tensor in all_rows.items() if tensor.dim() and len(tensor) > 1}
+        return [path for path, tensor in one.items() if tensor.shape == sizes.get(path)]

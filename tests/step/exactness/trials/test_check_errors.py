@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import first_cells
-from tests.support.modules.plain import MLP, weights
+from tests.support.modules.plain import MLP, fit, weights
 from tests.support.modules.split import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -253,3 +254,54 @@ def test_an_embedding_that_counts_ids_of_the_rows_is_refused_by_name():
         run(ByFrequency)
 
     run(ByFrequency, strategy=UnifiedStrategy(micro_batch_size=3, check_split=False))
+
+
+class OfPatches(L.LightningModule):
+    """Images whose patches lie one after another in one tensor, as vision-language models take them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        assert len(batch["patches"]) == 4 * len(batch["y"])
+        return F.cross_entropy(self.net(batch["patches"]).view(-1, 4, 2).mean(1), batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    @staticmethod
+    def loader():
+        generator = torch.Generator().manual_seed(1)
+        rows = [(torch.randn(4, 3, generator=generator), index % 2) for index in range(8)]
+        return DataLoader(rows, batch_size=8, collate_fn=OfPatches.collate)
+
+    @staticmethod
+    def collate(rows):
+        labels = torch.tensor([y for _, y in rows])
+        return {"patches": torch.cat([x for x, _ in rows]), "y": labels}
+
+    @staticmethod
+    def rows(batch, start, stop):
+        return {name: one[start * len(one) // 8 : stop * len(one) // 8] for name, one in batch.items()}
+
+
+def test_a_field_that_every_micro_batch_gets_whole_is_named_where_rows_fail():
+    with pytest.raises(SplitError, match=r"'patches' whole: .*RowRules\(split=…\)"):
+        fit(OfPatches(), OfPatches.loader(), strategy=UnifiedStrategy(micro_batch_size=2))
+
+
+def test_a_split_of_patches_trains_as_with_whole_batches():
+    trained = []
+    for strategy in (
+        "auto",
+        UnifiedStrategy(
+            micro_batch_size=2,
+            micro_batches=MicroBatchRules(rows=RowRules(split=OfPatches.rows, count=lambda batch: len(batch["y"]))),
+        ),
+    ):
+        torch.manual_seed(0)
+        module = OfPatches()
+        fit(module, module.loader(), strategy=strategy)
+        trained.append(weights(module))
+    torch.testing.assert_close(*trained)
