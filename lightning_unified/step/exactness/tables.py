@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_unified.micro_batches import MergeRules
-from lightning_unified.step.results.entries import note_alone
 from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.results.state.entries import note_alone
 
 __all__ = ["Tables", "owner_of"]
 

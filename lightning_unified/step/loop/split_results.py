@@ -20,8 +20,8 @@ from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches
+from lightning_unified.step.results.state.written import WrittenOverMicroBatches
 from lightning_unified.step.results.trees import all_values, merge_tree, undecided_paths
-from lightning_unified.step.results.written import WrittenOverMicroBatches
 from lightning_unified.step.undo import StateWatch
 
 __all__ = ["SplitResults"]

@@ -14,7 +14,7 @@ from lightning_unified.step.exactness.rows import starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
 from lightning_unified.step.exactness.trials.run import has_autocast, precise
-from lightning_unified.step.results.written import drawn_unequally
+from lightning_unified.step.results.state.written import drawn_unequally
 
 __all__ = ["EvaluationRuns", "EvaluationTrial"]
 

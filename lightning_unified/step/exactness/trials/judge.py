@@ -27,8 +27,8 @@ from lightning_unified.step.exactness.trials.refusals import (
 from lightning_unified.step.exactness.trials.rounding import MARGIN, MOST, nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
-from lightning_unified.step.results.queues import has_queue
-from lightning_unified.step.results.rings import Probe, learn_probes, probes_of
+from lightning_unified.step.results.state.queues import has_queue
+from lightning_unified.step.results.state.rings import Probe, learn_probes, probes_of
 
 __all__ = ["Judge"]
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.results import Results
-from lightning_unified.step.results.entries import learn_entry
 from lightning_unified.step.results.logs import Logged, path_of_log
 from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
 from lightning_unified.step.results.metrics import reduced, without_seams
 from lightning_unified.step.results.objects import holds_values
 from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.state.entries import learn_entry
+from lightning_unified.step.results.state.written import Written, learn_written
 from lightning_unified.step.results.trees import learn_tree
-from lightning_unified.step.results.written import Written, learn_written
 from lightning_unified.step.undo.changes import ABSENT
 
 __all__ = ["differing", "entries_by_rows", "learn_results", "without_varying"]

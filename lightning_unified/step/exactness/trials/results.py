@@ -23,7 +23,7 @@ from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, pat
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
-from lightning_unified.step.results.written import Written, written_since
+from lightning_unified.step.results.state.written import Written, written_since
 from lightning_unified.step.split.containers import entries_of, with_entries
 from lightning_unified.step.undo import StateWatch
 

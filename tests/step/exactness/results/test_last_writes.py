@@ -3,8 +3,8 @@
 import torch
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.step.results.last_writes import keeps_last_writes, learn_last_writes
 from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.results.state.last_writes import keeps_last_writes, learn_last_writes
 from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.writing import Writes

@@ -6,7 +6,7 @@ import torch
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import MergeTable
-from lightning_unified.step.results.quotients import has_quotient, learn_quotient, quotient_of
+from lightning_unified.step.results.state.quotients import has_quotient, learn_quotient, quotient_of
 from tests.support.modules.plain import fit
 from tests.support.modules.writing import Writes
 

@@ -14,8 +14,8 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.entries import is_mergeable, learn_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.state.entries import is_mergeable, learn_entry
 from tests.support.lanes import crossed, first_cells, slow
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.writing import (

@@ -7,8 +7,8 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.entries import UNWRITTEN, is_known, learn_entry, merge_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.state.entries import UNWRITTEN, is_known, learn_entry, merge_entry
 from lightning_unified.step.undo.changes import ABSENT
 from tests.support.lanes import crossed, first_cells
 from tests.support.modules.plain import fit

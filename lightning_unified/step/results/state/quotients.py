@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.results.entries import refusal_of_merge
 from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.results.state.entries import refusal_of_merge
 
 __all__ = ["has_quotient", "learn_quotient", "numbers_of", "quotient_of", "without_quotients"]
 

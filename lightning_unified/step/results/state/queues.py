@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_unified.step.results.entries import refusal_of_merge
 from lightning_unified.step.results.merging import MergeTable
-from lightning_unified.step.results.rings import OneWrite, has_ring, learn_rings, wholes_of_ring
 from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.state.entries import refusal_of_merge
+from lightning_unified.step.results.state.rings import OneWrite, has_ring, learn_rings, wholes_of_ring
 
 __all__ = ["has_queue", "queue_of", "without_queues"]
 

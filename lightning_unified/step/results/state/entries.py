@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.last_writes import keeps_last_writes, last_writes, learn_last_writes
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.state.last_writes import keeps_last_writes, last_writes, learn_last_writes
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 

@@ -14,7 +14,7 @@ are merged by a rule that the exactness check has found:
 | a dict or set that the step creates | `self.cache = {}` | entry by entry |
 | an object that the step makes | `self.posterior = Normal(mean, scale)` | attribute by attribute |
 | the quotient of two numbers beside it | `self.average = self.sum / self.count` | the quotient of the merged numbers |
-| the entries that micro-batches add to a queue | `self.queue = torch.cat([self.queue, keys])[-size:]` | `results.queues` |
+| the entries that micro-batches add to a queue | `self.queue = torch.cat([self.queue, keys])[-size:]` | `state.queues` |
 | the merged tails that micro-batches append | `self.outputs.append(loss)` | a rule for each entry |
 
 Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them. One is the
@@ -32,7 +32,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.entries import (
+from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.state.entries import (
     UNWRITTEN,
     is_known,
     is_mergeable,
@@ -40,11 +43,8 @@ from lightning_unified.step.results.entries import (
     merge_entry,
     refusal_of_merge,
 )
-from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
-from lightning_unified.step.results.queues import has_queue, queue_of, without_queues
-from lightning_unified.step.results.quotients import has_quotient, numbers_of, quotient_of, without_quotients
-from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.state.queues import has_queue, queue_of, without_queues
+from lightning_unified.step.results.state.quotients import has_quotient, numbers_of, quotient_of, without_quotients
 from lightning_unified.step.split.containers import tensors_in
 from lightning_unified.step.undo import Noted, StateWatch
 from lightning_unified.step.undo.changes import Change, changes_since, is_same, moved_since, versions_of

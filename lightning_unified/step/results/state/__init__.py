@@ -1,0 +1,1 @@
+"""Merge the state that micro-batches write: attributes, buffers and containers."""
