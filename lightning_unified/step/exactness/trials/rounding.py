@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["MARGIN", "MOST", "nudged"]
 
 MARGIN = {torch.bfloat16: 1.5, torch.float16: 1.5, torch.float32: 5.0}
-"""The largest multiple of the measured rounding that counts as rounding, by the coarsest format of the runs.
+"""The multiple of the measured rounding that counts as rounding, by the runs' coarsest format.
 
 Judgement: whole and split runs round independently, and the worst of many parameters varies. In float32, activations round as often as weights: in
 20 checks of a network of 100 layers, micro-batches differed by 0.1 to 1.4 times what the flip moves.
