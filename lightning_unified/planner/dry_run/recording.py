@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Event
 from lightning_unified.planner.dry_run.counters import Counters
+from lightning_unified.planner.dry_run.histories import fill_histories
 from lightning_unified.planner.dry_run.strategy import DryRunStrategy, tensors_of
 from lightning_unified.planner.fake.known_values import Answers
 from lightning_unified.planner.fake.recorder import Recorder
@@ -124,6 +125,8 @@ class RecordingCallback(Callback):
 
     def _begin(self) -> None:
         self._records, self._steps = True, self._strategy.steps
+        if not self._goes_on and not self._validates:
+            fill_histories(self._strategy.optimizers)
         self._mark(again=not self._goes_on)
         if not self._goes_on and not self._validates:
             self._has_metrics = bool(self._metrics)
