@@ -1,4 +1,4 @@
-"""Fill the history that an optimizer collects over many steps, so that a traced step is like the later ones."""
+"""Fill the history that an optimizer collects over many steps, before one step is traced."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ __all__ = ["fill_histories"]
 
 
 def fill_histories(optimizers: Sequence[Optimizer]) -> None:
-    """Give every LBFGS optimizer as many differences of weights and gradients as it keeps, after its first step.
+    """Give LBFGS optimizers, after their first step, as many differences as they keep.
 
     A run has them after `history_size` iterations. Fake gradients never show the curvature that LBFGS wants before it keeps a difference.
 
