@@ -7,7 +7,7 @@ A value is merged by a rule for outputs, or in one of these ways, by path:
 | `path` | a rule for the values |
 | `path (made)` | `"by entry"`: dicts or sets that micro-batches create are merged entry by entry |
 | `path (change)` | `"sum"`: the changes of micro-batches are added up; a missing value counts as 0 |
-| `path (last)` | `"as written"`: the last write of each entry of a tensor counts (`results.last_writes`) |
+| `path (last)` | `"as written"`: the last write of each entry of a tensor counts (`state.last_writes`) |
 | `path (alone)` | `"as written"`: the value of the one micro-batch that writes it |
 
 Entries of one dict share the last two keys, as `path[*] (…)`, because a dict by sample or label has other entries in each batch.
