@@ -21,13 +21,19 @@ from torch import Tensor
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.state.entries import refusal_of_merge
-from lightning_unified.step.results.state.rings import OneWrite, has_ring, learn_rings, wholes_of_ring
+from lightning_unified.step.results.state.rings import (
+    MOST_DIMENSIONS,
+    MOST_PER_ROW,
+    OneWrite,
+    has_ring,
+    is_array,
+    learn_rings,
+    wholes_of_ring,
+)
 
 __all__ = ["has_queue", "queue_of", "without_queues"]
 
 _ENDS = ("last", "first")
-_MOST_PER_ROW = 4  # entries; a step seldom keeps more than the views of a row
-_MOST_DIMENSIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +164,8 @@ def _rules(table: MergeTable, path: str, before: Any) -> list[_Rule]:
     """Return the rules that fit all checks; every rule if no check has seen the value."""
     if table.knows(_key(path)):
         return [_Rule(*json.loads(rule)) for rule in sorted(table.all_rules(_key(path)))]
-    dimensions = range(min(before.ndim, _MOST_DIMENSIONS)) if _is_array(before) else range(isinstance(before, list))
-    ways = product(_ENDS, dimensions, range(1, _MOST_PER_ROW + 1), (False, True))
+    dimensions = range(min(before.ndim, MOST_DIMENSIONS)) if is_array(before) else range(isinstance(before, list))
+    ways = product(_ENDS, dimensions, range(1, MOST_PER_ROW + 1), (False, True))
     return [_Rule(*way) for way in ways]
 
 
@@ -167,19 +173,15 @@ def _text(rule: _Rule) -> str:
     return json.dumps([rule.end, rule.dim, rule.per_row, rule.is_reversed])
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.layout is torch.strided)
-
-
 def _length(value: Any, dim: int) -> int:
     """Return the number of entries along a dimension; -1 if there is none."""
-    if _is_array(value):
+    if is_array(value):
         return value.shape[dim] if dim < value.ndim else -1
     return len(value) if isinstance(value, list) else -1
 
 
 def _part(value: Any, dim: int, start: int, stop: int | None) -> Any:
-    return value[(slice(None),) * dim + (slice(start, stop),)] if _is_array(value) else value[start:stop]
+    return value[(slice(None),) * dim + (slice(start, stop),)] if is_array(value) else value[start:stop]
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:

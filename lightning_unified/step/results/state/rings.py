@@ -29,11 +29,22 @@ from torch import Tensor
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.results.sameness import same
 
-__all__ = ["OneWrite", "Probe", "has_ring", "learn_probes", "learn_rings", "probes_of", "wholes_of_ring"]
+__all__ = [
+    "MOST_DIMENSIONS",
+    "MOST_PER_ROW",
+    "OneWrite",
+    "Probe",
+    "has_ring",
+    "is_array",
+    "learn_probes",
+    "learn_rings",
+    "probes_of",
+    "wholes_of_ring",
+]
 
 _ENDS = ("wrap", "cut", "count", "fail")
-_MOST_PER_ROW = 4  # entries; a step seldom keeps more than the views of a row
-_MOST_DIMENSIONS = 3
+MOST_PER_ROW = 4  # entries; a step seldom keeps more than the views of a row
+MOST_DIMENSIONS = 3
 _MOST_PLACES = 8  # whole numbers that a step writes; more are data
 
 
@@ -254,10 +265,9 @@ def _rules(table: MergeTable, path: str, whole: Writes) -> list[_Rule]:
     if table.knows(_key(path)):
         return _known(table, path)
     before = whole[path].before
-    is_array = isinstance(before, np.ndarray) or (isinstance(before, Tensor) and before.layout is torch.strided)
-    dimensions = range(min(before.ndim, _MOST_DIMENSIONS) if is_array else 0)
+    dimensions = range(min(before.ndim, MOST_DIMENSIONS) if is_array(before) else 0)
     places = [one for one in whole if one != path and _number(whole[one].before) is not None]
-    ways = product(dimensions, range(1, _MOST_PER_ROW + 1), places if len(places) <= _MOST_PLACES else (), _ENDS)
+    ways = product(dimensions, range(1, MOST_PER_ROW + 1), places if len(places) <= _MOST_PLACES else (), _ENDS)
     return [_Rule(*way) for way in ways]
 
 
@@ -272,6 +282,11 @@ def _note(table: MergeTable, path: str, rules: Sequence[_Rule]) -> None:
     for place in places:
         others = table.all_rules(_place_key(place)) - {path}
         table.note(_place_key(place), *others, *([path] if any(one.place == place for one in rules) else []))
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array or a strided tensor, whose entries lie along dimensions."""
+    return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.layout is torch.strided)
 
 
 def _number(value: Any) -> int | None:
