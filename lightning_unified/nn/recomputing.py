@@ -33,15 +33,20 @@ class RecomputePolicy:
             of a block runs twice.
         kept: For compiled blocks, the share of their activations that their graphs keep: 0 to less than 1. Torch's partitioner then chooses
             the cheapest operations to run again. None runs whole blocks again.
+        last: Number of blocks, counted from the output, whose graphs keep the share `kept_last` in place of `kept`. The backward pass frees
+            their activations first.
+        kept_last: The larger share, up to 1; None if all blocks keep the same share.
         of: Number of all blocks, for messages; None if unknown.
 
     Raises:
-        ValueError: If `blocks` is neither a count nor `"all"`, or `kept` is no such share of all blocks.
+        ValueError: If `blocks` is neither a count nor `"all"`, `kept` is no such share of all blocks, or `kept_last` no larger share of some.
     """
 
     blocks: int | Literal["all"]
     keep_attention: bool = False
     kept: float | None = None
+    last: int = 0
+    kept_last: float | None = None
     of: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,11 +57,25 @@ class RecomputePolicy:
             raise ValueError(
                 f'kept={self.kept!r}: give a share from 0 to less than 1, with blocks="all" and no keep_attention.'
             )
+        is_larger = self.kept is not None and self.kept_last is not None and self.kept < self.kept_last <= 1
+        if (self.last, self.kept_last) != (0, None) and not (self.last > 0 and is_larger):
+            raise ValueError(
+                f"last={self.last!r}, kept_last={self.kept_last!r}: give a number of blocks, and a share above kept={self.kept!r} up to 1."
+            )
 
     @property
     def everything(self) -> bool:
         """Whether all of every block is recomputed."""
         return self.blocks == "all" and not self.keep_attention and self.kept is None
+
+    def shares(self, count: int) -> list[float | None]:
+        """Return the share of its activations that each of `count` compiled blocks keeps.
+
+        None stands for the fastest graph.
+        """
+        larger = None if self.kept_last == 1 else self.kept_last
+        last = min(self.last, count)
+        return [self.kept] * (count - last) + [larger] * last
 
     def choose(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         """Return the blocks that recompute, out of `blocks` in the order in which they run."""
@@ -65,12 +84,13 @@ class RecomputePolicy:
     def __str__(self) -> str:
         """Return a short description.
 
-        For example `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"` or `"all blocks, 30 % kept"`.
+        For example `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"` or `"all blocks, 30 % kept, 50 % in the last 4"`.
         """
         if self.blocks == 0:
             return "none"
         if self.kept is not None:
-            return f"all blocks, {100 * self.kept:.3g} % kept"
+            larger = "" if self.kept_last is None else f", {100 * self.kept_last:.3g} % in the last {self.last}"
+            return f"all blocks, {100 * self.kept:.3g} % kept{larger}"
         known = "" if self.of is None or self.blocks == "all" else f" of {self.of}"
         plural = "" if self.blocks == 1 and self.of is None else "s"
         return f"{self.blocks}{known} block{plural}{', attention kept' if self.keep_attention else ''}"

@@ -6,6 +6,7 @@ setting, a plan's choice before the first step, or all blocks after memory ran o
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
@@ -99,7 +100,7 @@ class ActivationCheckpointing:
             ConfigurationError: If the user chose another policy, or the module does not support this one.
         """
         choices = self.choices()
-        if policy not in choices:
+        if replace(policy, last=0, kept_last=None) not in choices:
             raise ConfigurationError(
                 f"recompute={policy} for {type(self._module).__name__}: it can be {', '.join(map(str, choices))}. "
                 'memory.recompute="auto" leaves most to choose.'
@@ -216,7 +217,7 @@ class CheckpointedBlocks:
             ) from error
         plain = self.blocks.plain
         if policy.kept is not None:
-            self._keep(policy.kept)
+            self._keep(policy)
             return
         count = policy.blocks if policy.blocks == "all" or policy.blocks < len(plain) else "all"
         self.policy = policy = RecomputePolicy(blocks=count, keep_attention=policy.keep_attention, of=len(plain))
@@ -228,8 +229,8 @@ class CheckpointedBlocks:
             policy.choose(plain), keep_attention=policy.keep_attention, left_out=self._left_out
         )
 
-    def _keep(self, share: float) -> None:
-        """Let the graphs of compiled blocks keep a share of their activations."""
+    def _keep(self, policy: RecomputePolicy) -> None:
+        """Let the graphs of compiled blocks keep shares of their activations."""
         assert self.blocks is not None
         calls = [keeps_share(block) for block in self.blocks.plain]
         self._keeping = [call for call in calls if call is not None]
@@ -239,10 +240,11 @@ class CheckpointedBlocks:
                 f"{self.policy}: {self.blocks} are not compiled by the strategy, whose graphs alone can keep fewer activations. Set "
                 'memory.compile="blocks", or checkpoint a number of blocks.'
             )
-        self.how = f"{self.blocks}, whose graphs keep {100 * share:.3g} % of their activations"
+        larger = "" if policy.kept_last is None else f", and {100 * policy.kept_last:.3g} % in the last {policy.last}"
+        self.how = f"{self.blocks}, whose graphs keep {100 * (policy.kept or 0):.3g} % of their activations{larger}"
         if self._switch:
             self._module.recompute = False  # type: ignore[assignment]
-        for call in self._keeping:
+        for call, share in zip(self._keeping, policy.shares(len(calls)), strict=True):
             call.keep(share)
 
     @property

@@ -98,6 +98,21 @@ def test_blocks_that_keep_less_have_equal_gradients(compiled):
     assert trained(module, x)[1] == before
 
 
+def test_the_last_blocks_may_keep_more_than_the_others(compiled):
+    module, x = Net(), torch.randn(6, WIDTH)
+    plain, _ = trained(module, x)
+    compiled.begin(module)
+    saved = []
+    for last in ({}, {"last": 1, "kept_last": 1.0}, {"last": 2, "kept_last": 1.0}):
+        blocks = CheckpointedBlocks(module, RecomputePolicy(blocks="all", kept=0.0, **last))
+        gradients, bytes_saved = trained(module, x)
+        blocks.undo()
+        torch.testing.assert_close(gradients, plain)
+        saved.append(bytes_saved)
+
+    assert saved[1] - saved[0] == saved[2] - saved[1] > 0
+
+
 def test_dropout_that_runs_again_drops_the_same_entries(compiled):
     module = Net(dropout=0.5)
     compiled.begin(module)
@@ -248,6 +263,20 @@ def test_only_blocks_that_the_strategy_compiled_can_keep_a_share(compiled):
 def test_a_share_of_some_blocks_or_of_everything_is_refused(given):
     with pytest.raises(ValueError, match="give a share from 0 to less than 1"):
         RecomputePolicy(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kept": 0.5, "last": 2, "kept_last": 0.5},
+        {"kept": 0.5, "last": 0, "kept_last": 0.7},
+        {"kept": 0.5, "last": 2},
+        {"last": 2, "kept_last": 0.7},
+    ],
+)
+def test_a_share_of_the_last_blocks_that_is_not_larger_is_refused(given):
+    with pytest.raises(ValueError, match="give a number of blocks, and a share above"):
+        RecomputePolicy(blocks="all", **given)
 
 
 def test_a_search_compares_all_shares(compiled):

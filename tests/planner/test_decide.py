@@ -174,4 +174,4 @@ def test_a_plan_with_a_larger_loss_chunk_keeps_its_other_options():
     assert set(larger) - set(compared)
     for one in larger:
         choice = found(candidate(one))
-        assert decide(inputs(combinations=tuple(compared), fits=False, choice=choice)).combination == one
+        assert decide(inputs(combinations=(*compared, *larger), fits=False, choice=choice)).combination == one

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Candidate, Choice, what_would_fit
@@ -23,7 +23,7 @@ class StepInputs:
     """The values that the decision depends on.
 
     Attributes:
-        combinations: The combinations of memory options that may run, the user's own first.
+        combinations: The combinations of memory options that may run, the user's own first, with those of the candidates of `choice`.
         own: The prediction for the user's own combination at the size that was asked for.
         own_fits: Whether that step fits within `budget_bytes`.
         budget_bytes: Bytes of the budget that are left for the step.
@@ -33,7 +33,7 @@ class StepInputs:
         module: The module's class name, for messages.
         may_try: Whether a plan that almost fits may be tried.
         obstacle: Why the batch cannot be split; empty if it can.
-        choice: The result of a search over `combinations`; None if `needs_search` is false.
+        choice: The result of a search; None if `needs_search` is false.
     """
 
     combinations: tuple[Combination, ...]
@@ -130,12 +130,8 @@ def more_rows(rows: int, num_micro_batches: int) -> int:
 
 
 def _combination_of(candidate: Candidate, compared: Sequence[Combination]) -> Combination:
-    """Return the combination of a candidate.
-
-    A search also looks at larger loss chunks than those that it was to compare.
-    """
-    with_its_chunk = (replace(one, loss_chunk=candidate.loss_chunk) for one in compared)
-    return next(one for one in with_its_chunk if is_under(one, candidate))
+    """Return the combination of a candidate."""
+    return next(one for one in compared if is_under(one, candidate))
 
 
 def _refused(inputs: StepInputs, micro_batch_size: int, num_micro_batches: int) -> int | None:

@@ -110,7 +110,11 @@ def gather_inputs(
         may_try=not budget.kept_bytes,
         obstacle=obstacle,
     )
-    return replace(inputs, choice=_searched(planner, inputs, speeds)) if needs_search(inputs) else inputs
+    if not needs_search(inputs):
+        return inputs
+    choice = _searched(planner, inputs, speeds)
+    found = (planner.combination_of(one) for one in (choice.best, *choice.alternatives) if one is not None)
+    return replace(inputs, choice=choice, combinations=tuple(dict.fromkeys((*combinations, *found))))
 
 
 def _searched(planner: Planner, inputs: StepInputs, speeds: "RunSpeeds") -> Choice:

@@ -52,7 +52,8 @@ class Combination:
         if policy is None or policy.blocks == 0:
             return 0.0
         if policy.kept is not None:
-            return _CHEAPEST * (1 - policy.kept)
+            larger = 0.0 if policy.kept_last is None else policy.kept_last - policy.kept
+            return _CHEAPEST * (1 - policy.kept - larger * policy.last / (policy.of or policy.last or 1))
         share = 1.0 if policy.blocks == "all" or not policy.of else policy.blocks / policy.of
         return share * (_REPEATED if policy.keep_attention else 1.0)
 

@@ -17,7 +17,7 @@ from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.prediction import Prediction, counted_peak, summarise
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
-from lightning_unified.cost_model.rates.cost import communication, sampling_seconds, step_seconds
+from lightning_unified.cost_model.rates.cost import communication, sampling_seconds, split_seconds, step_seconds
 from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken, search
 from lightning_unified.cost_model.trace.trace import Trace
@@ -25,6 +25,7 @@ from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.garbage import no_collection
 from lightning_unified.planner.search.combinations import Combination, with_larger_chunks
 from lightning_unified.planner.search.compared import ComparedOptions
+from lightning_unified.planner.search.larger_shares import Measured, in_last_blocks, larger_shares, most_gained
 from lightning_unified.planner.search.row_lengths import RowLengths
 from lightning_unified.planner.search.step_traces import StepTraces
 
@@ -167,6 +168,7 @@ class Planner:
             options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
             choice = self._with_larger_chunk(choice, combinations, budget_bytes=budget_bytes, rates=rates)
+            choice = self._with_larger_shares(choice, combinations, budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.num_micro_batches == 1:
                 break
@@ -197,6 +199,39 @@ class Planner:
                 break  # still larger ones take more memory
             choice, best = found.beside(choice), found.best
         return choice
+
+    def _with_larger_shares(
+        self, choice: Choice, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates
+    ) -> Choice:
+        """Let the last compiled blocks keep a larger share where the best plan leaves room.
+
+        A search compares shares that hold for all blocks.
+        """
+        best = choice.best
+        if best is None:
+            return choice
+        own = self.combination_of(best)
+        larger = larger_shares(own, combinations)
+        if not larger or own.recompute is None or own.recompute.of is None:
+            return choice
+        split = next(split for split in self._traces.splits if len(split) == best.num_micro_batches)
+        measured = partial(self._measured, split=split, budget_bytes=budget_bytes, rates=rates)
+        room = int((_AMPLE if self._bytes.allocator.expandable else 1.0) * budget_bytes)
+        each = ((share, measured(one)) for share, one in larger)
+        wanted = most_gained(measured(own), each, blocks=own.recompute.of, room=room)
+        if wanted is None:
+            return choice
+        compared = (*in_last_blocks(own, wanted), replace(own, always=True))
+        options = (replace(self._compared.option(one), split=split) for one in compared)
+        found = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
+        return choice if found.best is None or found.best == best else found.beside(choice)
+
+    def _measured(self, combination: Combination, *, split: Sequence[int], budget_bytes: int, rates: Rates) -> Measured:
+        """Return what a step takes under `combination` if the batch is split as given."""
+        sizes = self._traces.of(combination)
+        taken = self._bytes.taken(sizes.at(split[0], num_micro_batches=len(split)), limit=budget_bytes)
+        seconds = split_seconds(lambda rows, count: sizes.at(rows, num_micro_batches=count), split, rates)
+        return Measured(bytes=taken.reserved_bytes, seconds=seconds)
 
     def _searched(self, options: Iterator[Option], own: Combination, *, budget_bytes: int, rates: Rates) -> Choice:
         return search(
