@@ -60,7 +60,9 @@ class RecordedCalls:
     the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they do after `Module.compile`: this class uses the same
     attribute of the module.
 
-    Python side effects of the forward pass (counters, prints, clocks) happen at the recording and not at replays.
+    A recording holds the numbers and texts that the forward pass read from attributes of the network's modules. If one of them changes, all
+    recordings are made anew. A network that changes them itself, or draws random numbers in Python, runs eagerly. Other Python code of the
+    forward pass (prints, clocks, values in containers and globals) runs at the recording and not at replays.
 
     Args:
         network: The network; its trained parameters lie on one device.
@@ -190,7 +192,7 @@ class RecordedCalls:
         if self._shortages > 1:
             reason = _SHORT
         if self._changes > _CHANGES:
-            reason = "its weights, hooks or modes change all the time"
+            reason = "its weights, attributes, hooks or modes change all the time"
         if reason is not None:
             self._refuse(reason)
 

@@ -4,11 +4,13 @@ A graph repeats kernel launches. Decisions by value, waits for the device, copie
 the recording. Or they would end the recording with an error that leaves torch's CUDA generator unusable (torch 2.11 to 2.13).
 """
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
@@ -26,6 +28,7 @@ from lightning_unified.nn.second_run.runs import recomputed_calls, saves_elsewhe
 __all__ = ["FirstCall", "Looking", "look", "must_run_eagerly", "reads_outside", "state_of", "why_not"]
 
 _PLAIN = (nn.Parameter, Tensor)
+_SETTINGS = frozenset((bool, int, float, complex, str))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -33,9 +36,10 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 def state_of(network: nn.Module) -> tuple[Any, ...]:
     """Return the state of `network` that a recording assumes.
 
-    It consists of tensor addresses, trained parameters, modes, hooks and replaced forwards.
+    It consists of tensor addresses, trained parameters, modes, hooks, replaced forwards, and of numbers and texts that are attributes of the
+    modules, because a recording holds the values that Python code has read.
 
-    It runs at every call, so it is a plain walk: a tenth of a millisecond for a hundred modules.
+    It runs at every call, so it is a plain walk: a fifth of a millisecond for a hundred modules.
     """
     found: list[Any] = []
     stack = [network]
@@ -46,7 +50,8 @@ def state_of(network: nn.Module) -> tuple[Any, ...]:
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         )
         compiled = None if module is network else own.get(COMPILED_CALL)
-        found += (module.training, own.get("forward"), own.get("gradient_checkpointing"), bool(hooked), compiled)
+        found += (own.get("forward"), bool(hooked), compiled)
+        found += [value for value in own.values() if type(value) in _SETTINGS]
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 found += (tensor.data_ptr() if type(tensor) in _PLAIN else id(tensor), tensor.requires_grad)
@@ -183,14 +188,22 @@ def look(
     """
     watched = {id(one): (one, one._version) for one in (*call.tensors, *network.buffers())}
     device = call.tensors[0].device
-    drawn, recomputed = _drawn(device), recomputed_calls()
+    drawn, recomputed, by_python = _drawn(device), recomputed_calls(), _drawn_by_python()
     with Looking(device) as looking, _unseen(network, looking):
         result = network._call_impl(*args, **kwargs)
     written = {key: one for key, (one, version) in watched.items() if one._version != version}
     reason = looking.reason or _why_not_result(network, result, call, written, state=state)
+    if reason is None and by_python != _drawn_by_python():
+        reason = "it draws from Python's or NumPy's random generator, which a recording would do once"
     if reason is None and drawn != _drawn(device) and recomputed != recomputed_calls():
         reason = "it draws random numbers, and blocks of it recompute their activations"
     return FirstCall(result=result, reason=reason, written=written)
+
+
+def _drawn_by_python() -> tuple[Any, ...]:
+    """Return a value that changes when the random generators of Python or NumPy draw."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), kind, keys.tobytes(), *rest  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _drawn(device: torch.device) -> Any:
@@ -248,7 +261,7 @@ def _why_not_result(
     if any(id(one) in written for one in call.tensors):
         return "it writes into its arguments"
     if state_of(network) != state:
-        return "it replaces tensors of its own when it is called"
+        return "it replaces tensors, or changes numbers or texts, of its own when it is called"
     return reads_outside(outputs, inputs=call.tensors, parameters=[*network.parameters()])
 
 

@@ -279,8 +279,10 @@ def test_removed_it_leaves_the_network_as_it_was(net):
         lambda net: net.first.weight.requires_grad_(False),
         lambda net: net.drop.eval(),
         lambda net: net.double(),
+        lambda net: setattr(net.norm, "eps", 1e-3),
+        lambda net: setattr(net.first, "temperature", 2.0),
     ],
-    ids=["weights swapped", "frozen", "mode", "dtype"],
+    ids=["weights swapped", "frozen", "mode", "dtype", "a number", "a new number"],
 )
 def test_another_network_releases_the_recordings_and_the_next_steps_are_right(net, change):
     recorded = RecordedCalls(net)

@@ -1,7 +1,9 @@
 """What cannot be recorded is found by looking at an eager call, and said."""
 
 import logging
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ class Odd(nn.Module):
         super().__init__()
         self.linear, self.how, self.outside = nn.Linear(4, 4), how, [torch.ones(4, requires_grad=True)]
         self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
 
     def forward(self, x):
         y = self.linear(x)
@@ -44,6 +47,13 @@ class Odd(nn.Module):
         if self.how == "rebinds":
             self.count = self.count + 1
             return y
+        if self.how == "counts":
+            self.calls += 1
+            return y
+        if self.how == "draws in Python":
+            return y * random.random()
+        if self.how == "draws in NumPy":
+            return y * float(np.random.rand())
         if self.how == "list":
             return [y, "words"]
         if self.how == "detached":
@@ -60,7 +70,10 @@ class Odd(nn.Module):
         ("checkpoint", "recomputed, moved or packed"),
         ("reentrant", "use_reentrant=True"),
         ("outside", "no parameter of its own"),
-        ("rebinds", "replaces tensors of its own"),
+        ("rebinds", "replaces tensors, or changes numbers"),
+        ("counts", "replaces tensors, or changes numbers"),
+        ("draws in Python", "draws from Python's or NumPy's random generator"),
+        ("draws in NumPy", "draws from Python's or NumPy's random generator"),
         ("list", "other than tensors and None"),
         ("detached", "none of its outputs requires a gradient"),
         ("in place", "writes into its arguments"),
