@@ -93,7 +93,7 @@ def timeline_of(trace: Trace) -> Timeline:
             continue
         if isinstance(event, Take):
             order[event.storage] = len(births)
-            event = replace(event, storage=len(births), since=None)  # noqa: PLW2901
+            event = Take(len(births), event.bytes, event.category, stream=event.stream)  # noqa: PLW2901
             births.append(len(slots))
             ends.append(_NEVER)
         slots.append(event)

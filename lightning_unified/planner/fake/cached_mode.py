@@ -6,10 +6,12 @@ torch's own fake mode takes a tenth of a millisecond for each operation, even if
 mode looks up a recipe by the operation and the signature. The recipe makes the results as torch's mode made them the first time: new
 tensors of the same layout, the argument that was written, or None.
 
-It deviates from torch's mode in two ways:
+It deviates from torch's mode in three ways:
 
-1. Views are computed by torch's kernels on meta tensors, without the fake mode's checks for cases that cannot occur in them.
-2. Arguments without a plain signature always go to torch's mode: constants, sparse or complex tensors, and unknown Python types. So do
+1. Views, element-wise operations, reductions and operations on lists are computed by torch's kernels on meta tensors, without the fake
+   mode's checks for cases that cannot occur in them.
+2. A tensor made from numbers is no constant of the mode, because `Answers` knows its values.
+3. Arguments without a plain signature always go to torch's mode: constants, sparse or complex tensors, and unknown Python types. So do
    operations whose output shapes depend on values, or whose results share storage without declaring it.
 """
 
@@ -37,6 +39,16 @@ __all__ = ["CachedFakeMode"]
 
 aten = torch.ops.aten
 _UNSAFE_VIEW = aten._unsafe_view.default  # shares its argument's storage, although its schema does not declare it
+_LIFT = aten.lift_fresh.default  # torch calls it for each tensor that it makes from numbers
+_BY_KERNEL = (
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.mean.dim,
+    aten.slice_backward.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+)  # besides element-wise operations and those on lists
+_ON_LISTS = ("aten::_foreach_", "aten::_fused_adam")  # of an optimizer's tensors; torch's own mode hashes each tensor
 _SAME = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SHAPING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _ENTRIES = 50_000  # judgement: recipes of one world; a step of a large network needs a few thousand
@@ -73,7 +85,9 @@ class CachedFakeMode(FakeTensorMode):
         if are_wrapped(types):
             return NotImplemented
         if _is_view(func) and self._is_plain(args[0]):
-            return self._viewed(func, args, kwargs)
+            return self._by_kernel(func, args, kwargs, args[0].fake_device)
+        if func is _LIFT and _is_simple(args[0]):
+            return self.fake(torch.empty(args[0].shape, dtype=args[0].dtype, device=_META), args[0].device)
         key = self._key(func, args, kwargs)
         if key is None:
             return self._inferred(func, types, args, kwargs)
@@ -81,7 +95,7 @@ class CachedFakeMode(FakeTensorMode):
         recipe = self._known_recipe(known, func, args, kwargs)
         if recipe is not None:
             return recipe(self, args)
-        result = self._inferred(func, types, args, kwargs)
+        result = self._made(func, types, args, kwargs)
         if known not in _recipes and len(_recipes) < _ENTRIES:
             recipe = _recipes[known] = self._recipe(func, args, kwargs, result, key)
             if recipe is not None:
@@ -107,6 +121,14 @@ class CachedFakeMode(FakeTensorMode):
                 recipe = _recipes[known] = _contiguous(*layout)
         return recipe
 
+    def _made(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call that has a signature, by a kernel on meta tensors where torch's mode adds nothing."""
+        if _needs_only_its_kernel(func) and "device" not in kwargs:
+            devices = {one.fake_device for one in tensors_among((*args, *kwargs.values()))}  # pyright: ignore[reportAttributeAccessIssue]
+            if len(devices) == 1:
+                return self._by_kernel(func, args, kwargs, devices.pop())
+        return self._inferred(func, types, args, kwargs)
+
     def _inferred(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of torch's mode; `own_kernels` infers shapes that torch refuses."""
         own = OWN_KERNELS.get(func)
@@ -127,7 +149,7 @@ class CachedFakeMode(FakeTensorMode):
         The caller disables torch's dispatch to Python, so that the tensors are made without it.
         """
         if _is_view(func) and self._is_plain(args[0]):
-            return self._viewed(func, args, kwargs)
+            return self._by_kernel(func, args, kwargs, args[0].fake_device)
         key = self._key(func, args, kwargs)
         if key is None:
             return NotImplemented
@@ -181,13 +203,13 @@ class CachedFakeMode(FakeTensorMode):
             else:
                 raise _UnknownError
 
-    def _viewed(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        device = args[0].fake_device
+    def _by_kernel(self, func: Any, args: Any, kwargs: Mapping[str, Any], device: torch.device) -> Any:
+        """Return the result of torch's kernel on meta tensors."""
         with in_kernel_invocation_manager(self):
             result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             return self.fake(result, device)
-        return [self.fake(one, device) for one in result]
+        return result and [self.fake(one, device) for one in result]
 
     def fake(self, meta: Tensor, device: torch.device) -> Tensor:
         """Return a fake tensor over `meta`, as `FakeTensor` makes one."""
@@ -225,7 +247,8 @@ class CachedFakeMode(FakeTensorMode):
         storages = {one.untyped_storage()._cdata for one in tensors_among((*args, *kwargs.values()))}
         makers: list[Callable[[CachedFakeMode], Tensor | None]] = []
         for one in results:
-            maker = (lambda _: None) if one is None else self._maker(one, storages)
+            is_number = one is None or (several and type(one) is int)  # such as the longest row of an attention
+            maker = (lambda _, number=one: number) if is_number else self._maker(one, storages)
             if maker is None:
                 return None
             makers.append(maker)
@@ -263,6 +286,21 @@ def _contiguous(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
         return mode.fake(torch.empty(shape, dtype=dtype, device=_META), device)
 
     return make
+
+
+def _is_simple(made: Any) -> bool:
+    """Return whether `made` is a contiguous real tensor."""
+    return type(made) is Tensor and made.layout is torch.strided and made.is_contiguous() and not made.is_complex()
+
+
+@cache
+def _needs_only_its_kernel(func: Any) -> bool:
+    """Return whether torch's mode infers the results of `func` by its kernel for meta tensors alone."""
+    if not isinstance(func, torch._ops.OpOverload) or func in OWN_KERNELS:
+        return False
+    if func._schema.name.startswith(_ON_LISTS):
+        return True
+    return func in _BY_KERNEL or (torch.Tag.pointwise in func.tags and not func._schema.is_mutable)
 
 
 @cache

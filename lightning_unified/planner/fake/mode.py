@@ -16,6 +16,7 @@ from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.planner.fake.cached_mode import CachedFakeMode
 from lightning_unified.planner.fake.known_values import Answers, array_of, tensors_among, value_of
 from lightning_unified.planner.fake.packing import packed_by_value
+from lightning_unified.planner.fake.value_shapes import READ_SCALAR
 
 __all__ = ["World", "fake_world"]
 
@@ -43,11 +44,17 @@ class World:
         self.answers = Answers(self._here, other=other)
 
     def known(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a call that needs neither a known value nor torch's own inference.
+        """Return the result of a call that reads a known number, or needs neither a known value nor torch's own inference.
 
         It equals the result of the dispatch through both modes, which takes several times as long. Other calls give
         `NotImplemented`.
         """
+        if func is READ_SCALAR:
+            value = self.answers.known(args[0])
+            if value is None:
+                return NotImplemented
+            with torch._C._DisableTorchDispatch():  # an optimizer reads the step count of each parameter
+                return func(value)
         if self._recipes is None or self.answers.concerns(func, args, kwargs):
             return NotImplemented
         with torch._C._DisableTorchDispatch():
