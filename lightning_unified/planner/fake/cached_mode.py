@@ -122,7 +122,7 @@ class CachedFakeMode(FakeTensorMode):
         return recipe
 
     def _made(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a call that has a signature, by a kernel on meta tensors where torch's mode adds nothing."""
+        """Return the result of a call that has a signature, by its kernel alone where that suffices."""
         if _needs_only_its_kernel(func) and "device" not in kwargs:
             devices = {one.fake_device for one in tensors_among((*args, *kwargs.values()))}  # pyright: ignore[reportAttributeAccessIssue]
             if len(devices) == 1:

@@ -44,7 +44,9 @@ class World:
         self.answers = Answers(self._here, other=other)
 
     def known(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a call that reads a known number, or needs neither a known value nor torch's own inference.
+        """Return the result of a call that needs no inference of torch's.
+
+        It reads a known number, or its recipe is known and no known value takes part.
 
         It equals the result of the dispatch through both modes, which takes several times as long. Other calls give
         `NotImplemented`.
