@@ -245,7 +245,7 @@ class CachedFakeMode(FakeTensorMode):
         several = isinstance(result, (tuple, list))
         results = list(result) if several else [result]
         storages = {one.untyped_storage()._cdata for one in tensors_among((*args, *kwargs.values()))}
-        makers: list[Callable[[CachedFakeMode], Tensor | None]] = []
+        makers: list[Callable[[CachedFakeMode], Tensor | int | None]] = []
         for one in results:
             is_number = one is None or (several and type(one) is int)  # such as the longest row of an attention
             maker = (lambda _, number=one: number) if is_number else self._maker(one, storages)
