@@ -16,6 +16,7 @@ It deviates from torch's mode in three ways:
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -126,7 +127,8 @@ class CachedFakeMode(FakeTensorMode):
         if _needs_only_its_kernel(func) and "device" not in kwargs:
             devices = {one.fake_device for one in tensors_among((*args, *kwargs.values()))}  # pyright: ignore[reportAttributeAccessIssue]
             if len(devices) == 1:
-                return self._by_kernel(func, args, kwargs, devices.pop())
+                with suppress(NotImplementedError):  # an operator without such a kernel
+                    return self._by_kernel(func, args, kwargs, devices.pop())
         return self._inferred(func, types, args, kwargs)
 
     def _inferred(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
