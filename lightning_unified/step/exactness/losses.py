@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, lengths_of, named_tensors, total_length
+from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, lengths_of, named_tensors
 from lightning_unified.step.exactness.facts.figures import IGNORED
+from lightning_unified.step.exactness.facts.terms import Terms
 from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = [
     "LossRule",
-    "Terms",
     "Weighting",
     "candidates",
     "declared",
@@ -36,42 +36,6 @@ _ROUNDING = 1e-9  # largest difference of two equal shares
 _DECLARED = ("loss_weight", "loss_is_sum")
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Counts the loss terms of a micro-batch by one of its fields.
-
-    Args:
-        path: The path of the field.
-        left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
-        is_shifted: Whether the first entry of each row is no term.
-        size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
-        kind: Another way to count: `"total"` of the entries, entries `"above 0"`, or `"lengths"` of the rows' entries; empty for none.
-    """
-
-    path: str
-    left_out: int | None = None
-    is_shifted: bool = False
-    size: str = ""
-    kind: str = ""
-
-    def __call__(self, micro_batch: Any) -> Any:
-        """Return the number of terms; 0 if the micro-batch lacks the field.
-
-        Rows are the weights if no micro-batch has a term.
-        """
-        if self.size:
-            return next((getattr(graphs, self.size) for path, graphs in graphs_of(micro_batch) if path == self.path), 0)
-        if self.kind == "lengths":
-            return total_length(micro_batch, self.path)
-        leaf = leaf_at(micro_batch, self.path)
-        if leaf is None:
-            return 0
-        leaf = leaf[:, 1:] if self.is_shifted else leaf
-        leaf = leaf > 0 if self.kind == "above 0" else leaf
-        terms = leaf if self.left_out is None else leaf != self.left_out
-        return terms.sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +84,9 @@ def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[Los
        without each row's first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
     4. Sums of masks and of non-negative weights, with and without each row's first entry; sums of counts, one for each row. Weights of
        positions and counts must be in fields that are named so.
-    5. Nodes and edges of graphs.
-    6. No weights: losses that are sums.
+    5. For a floating-point field with missing values: entries that are finite, and rows all of whose entries are.
+    6. Nodes and edges of graphs.
+    7. No weights: losses that are sums.
     """
     found = [LossRule("rows")]
     later: list[LossRule] = []
@@ -196,7 +161,7 @@ def _of_leaf(path: str, tensor: Tensor, ignored: Collection[int], *, skip: int |
     if tensor.dtype == torch.bool or _is_weight(path, tensor):
         return _counting(path, tensor, None, name=f"sum of {path!r}")
     if tensor.is_floating_point():
-        return []
+        return _without_missing(path, tensor)
     values = dict.fromkeys((*_LEFT_OUT, *sorted(ignored), *_padding(tensor)))
     present = [value for value in values if value != skip and bool((tensor == value).any())]
     counted = [
@@ -205,6 +170,16 @@ def _of_leaf(path: str, tensor: Tensor, ignored: Collection[int], *, skip: int |
         for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
     ]
     return [*counted, LossRule(f"sum of {path!r}", Terms(path))] if _is_count(path, tensor) else counted
+
+
+def _without_missing(path: str, tensor: Tensor) -> list[LossRule]:
+    """Return rules that leave out missing values: entries that are NaN or infinite, and rows with such entries."""
+    if tensor.element_size() == 1 or bool(tensor.isfinite().all()):  # torch has no `isfinite` for formats of 8 bits
+        return []
+    rules = [LossRule(f"entries of {path!r} that are finite", Terms(path, kind="finite"))]
+    if tensor.dim() > 1:
+        rules.append(LossRule(f"rows of {path!r} that are finite", Terms(path, kind="finite rows")))
+    return rules
 
 
 def _padding(tensor: Tensor) -> list[int]:

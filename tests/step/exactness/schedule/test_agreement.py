@@ -7,7 +7,8 @@ import torch
 
 from lightning_unified import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
-from lightning_unified.step.exactness.losses import LossRule, Terms
+from lightning_unified.step.exactness.facts.terms import Terms
+from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.trials.judge import Findings
 
 ROWS = LossRule("rows")

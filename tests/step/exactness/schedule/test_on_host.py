@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.step.exactness.facts.figures import HostFigures
-from lightning_unified.step.exactness.losses import Terms
+from lightning_unified.step.exactness.facts.terms import Terms
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
 from tests.support.runs.schedules import batches, run

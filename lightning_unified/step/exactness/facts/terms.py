@@ -1,0 +1,61 @@
+"""Counts of loss terms, read from a field of a micro-batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, total_length
+
+__all__ = ["Terms"]
+
+
+def _finite_rows(leaf: Tensor) -> Tensor:
+    return leaf.isfinite().flatten(1).all(1)
+
+
+_MARKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "above 0": lambda leaf: leaf > 0,
+    "finite": torch.isfinite,
+    "finite rows": _finite_rows,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Counts the loss terms of a micro-batch by one of its fields.
+
+    Args:
+        path: The path of the field.
+        left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
+        is_shifted: Whether the first entry of each row is no term.
+        size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
+        kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, or `"lengths"` of the rows'
+            entries; empty for none.
+    """
+
+    path: str
+    left_out: int | None = None
+    is_shifted: bool = False
+    size: str = ""
+    kind: str = ""
+
+    def __call__(self, micro_batch: Any) -> Any:
+        """Return the number of terms; 0 if the micro-batch lacks the field.
+
+        Rows are the weights if no micro-batch has a term.
+        """
+        if self.size:
+            return next((getattr(graphs, self.size) for path, graphs in graphs_of(micro_batch) if path == self.path), 0)
+        if self.kind == "lengths":
+            return total_length(micro_batch, self.path)
+        leaf = leaf_at(micro_batch, self.path)
+        if leaf is None:
+            return 0
+        leaf = leaf[:, 1:] if self.is_shifted else leaf
+        if self.kind in _MARKS:
+            leaf = _MARKS[self.kind](leaf)
+        terms = leaf if self.left_out is None else leaf != self.left_out
+        return terms.sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
