@@ -55,6 +55,18 @@ class AgreedRules:
         self._rejected |= found.rejected
         self.agreeing = [replace(rule, is_guess=False) for rule in found.agreeing]
 
+    @property
+    def first(self) -> str:
+        """The name of the rule that weights micro-batches; empty before the first conclusive check."""
+        return self.agreeing[0].name if self.agreeing else ""
+
+    def keep(self, found: Findings | str) -> LossRule | None:
+        """Keep the agreeing rules that also give the loss of all rows, and return the first; None where unknown."""
+        if isinstance(found, str) or not self.agreeing:
+            return None
+        self.agreeing = [*found.agreeing]
+        return self.agreeing[0]
+
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""
         first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in self.agreeing)

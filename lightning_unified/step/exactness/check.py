@@ -137,10 +137,11 @@ class ExactnessCheck:
         """
         is_done = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
-            known = self.tables.paths
+            known, rule = self.tables.paths, self._agreed.first
             rows = self._own_checked if asked.is_checked else self._check(asked)
-            # what few rows do alike, such as `x[:16]`, all rows may do in another way
-            if self._group.anywhere(self._checks > 1 and not self.tables.paths <= known) or asked.micro_batches:
+            # few rows may do alike, such as `x[:16]`, or agree by chance, what all rows do in another way
+            is_new = self._checks > 1 and (not self.tables.paths <= known or rule not in ("", self._agreed.first))
+            if self._group.anywhere(is_new) or asked.micro_batches:
                 self._require_all_rows(replace(asked, micro_batches=asked.micro_batches or asked.sizes))
             self._profiles.add(asked.facts)
             if asked is own:
@@ -184,9 +185,7 @@ class ExactnessCheck:
         if state is None or not self._agreed.load_state_dict(state):
             return None
         self.tables.load_state_dict(state)
-        rule = self._agreed.agreeing[0]
-        why = f"{rule.name}: found by the run that this one continues"
-        return Verdict(rule=rule, conclusive=True, reason=why, noise=state["noise"], unmergeable=self._unmergeable)
+        return Verdict.recalled(self._agreed.agreeing[0], state["noise"], self._unmergeable)
 
     def learn_more(
         self, own: Request, table: MergeTable, paths: Sequence[str], decides: Callable[[str], bool]
@@ -300,17 +299,18 @@ class ExactnessCheck:
         )
 
     def _require_all_rows(self, asked: Request) -> None:
-        """Compare the losses of all rows too: few rows may all lie on one side of a bend."""
+        """Compare the losses of all rows, and keep the rules that give them: few rows may agree by chance."""
         self._make_room()
-        check, refusal = self._new_check(asked), None
+        check = self._new_check(asked)
+        rules = self._agreed.agreeing or check.rules
         with activity("comparing whole and split rows"):
             try:
-                self._examination.require_all_rows(check)
-            except SplitError as error:
-                refusal = error
-        self._group.agreed("no gradients were compared" if refusal is None else refusal, check.rules)
+                found: Findings | SplitError = Findings.of_losses(self._examination.rules_of_all_rows(check, rules))
+            except SplitError as refusal:
+                found = refusal
+        left = self._group.agreed(found, rules)
         if self._verdict is not None:
-            self._verdict = replace(self._verdict, unmergeable=self._unmergeable)
+            self._verdict = replace(self._verdict.under(self._agreed.keep(left)), unmergeable=self._unmergeable)
 
     def _findings(self, asked: Request) -> tuple[Findings | str, Sequence[LossRule]]:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""

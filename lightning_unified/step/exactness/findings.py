@@ -31,6 +31,11 @@ class Findings:
     is_thin: bool = False
     first: int = 0
 
+    @classmethod
+    def of_losses(cls, agreeing: Sequence[LossRule]) -> "Findings":
+        """Return the findings of a comparison of losses alone: the rules under which they agree."""
+        return cls(agreeing=agreeing, rejected=set(), rows=0, difference=0.0, noise="")
+
     def joined(self, other: "Findings") -> "Findings":
         """Return these findings combined with those of a later trial of the agreeing rules."""
         names = {rule.name for rule in self.agreeing}

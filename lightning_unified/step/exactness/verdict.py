@@ -1,7 +1,7 @@
 """The verdict of the exactness check, and layers that mix rows by design."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -52,9 +52,21 @@ class Verdict:
         return cls(rule=rule, conclusive=True, reason=reason, noise=findings.noise, unmergeable=unmergeable)
 
     @classmethod
+    def recalled(cls, rule: LossRule, noise: str, unmergeable: tuple[str, ...]) -> "Verdict":
+        """Return the verdict of the run that this run continues."""
+        why = f"{rule.name}: found by the run that this one continues"
+        return cls(rule=rule, conclusive=True, reason=why, noise=noise, unmergeable=unmergeable)
+
+    @classmethod
     def unchecked(cls, rule: LossRule, why: str, unmergeable: tuple[str, ...]) -> "Verdict":
         """Return the verdict for an undecided check, with the likeliest rule."""
         return cls(rule=rule, conclusive=False, reason=f"{rule.name}, unchecked: {why}", unmergeable=unmergeable)
+
+    def under(self, rule: LossRule | None) -> "Verdict":
+        """Return this verdict with the first rule that also gives the loss of all rows; None keeps the rule."""
+        if rule is None or rule.name == self.rule.name:
+            return self
+        return replace(self, rule=rule, reason=f"{rule.name}: losses of all rows of a batch, whole and split, agree")
 
 
 class BatchNormsThatMix:

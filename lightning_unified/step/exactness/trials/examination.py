@@ -174,20 +174,20 @@ class Examination:
         """
         if (found.rows >= check.rows and not found.is_thin) or self._runner.draws_in_eval:
             return found
-        return replace(found, agreeing=self._rules_of_all_rows(check, found.agreeing))
+        return replace(found, agreeing=self.rules_of_all_rows(check, found.agreeing))
 
-    def require_all_rows(self, check: Check) -> None:
-        """Compare loss and results of all rows with their micro-batches', without gradients.
+    def rules_of_all_rows(self, check: Check, rules: Sequence[LossRule]) -> Sequence[LossRule]:
+        """Return the rules that give the loss of all rows; all rules where these cannot be compared.
 
-        Where the step draws, both are computed with constant draws.
+        Results are compared too. Nothing has gradients, and where the step draws, the draws are constant.
+
+        Args:
+            check: The check of the batch.
+            rules: The rules to try.
 
         Raises:
-            SplitError: If no rule of the check gives the loss of all rows.
+            SplitError: If none of the rules gives the loss of all rows.
         """
-        self._rules_of_all_rows(check, check.rules)
-
-    def _rules_of_all_rows(self, check: Check, rules: Sequence[LossRule]) -> Sequence[LossRule]:
-        """Return the rules that hold for the losses of all rows; all rules where these cannot be compared."""
         device = self._trainer.strategy.root_device
         if not (device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
             return rules

@@ -90,6 +90,25 @@ def test_a_log_of_a_number_of_rows_that_a_later_step_writes_is_named():
     assert any("'hardest'" in event for event in strategy.events)
 
 
+class OfKept(Net):
+    """Its loss is a mean over rows without outliers: no field tells how many these are."""
+
+    def training_step(self, batch, batch_idx):
+        is_kept = batch["x"].abs().amax(1) < 50
+        return F.cross_entropy(self.net(batch["x"][is_kept]), batch["y"][is_kept])
+
+
+def test_a_rule_that_few_rows_find_late_is_refused_where_all_rows_differ():
+    def changed(batch, row):
+        # of the eight rows of the second check, those that the loss leaves out
+        kept = {"kept": int(not batch or row not in (3, 20))}
+        return {**kept, "x": torch.full((6,), 100.0, dtype=torch.float64)} if batch and row == 3 else kept
+
+    loader = batches(number=2, size=24, change=changed)
+    with pytest.raises(SplitError, match="the loss of a batch of 24 rows"):
+        run(OfKept, loader, strategy=UnifiedStrategy(micro_batch_size=5))
+
+
 def test_only_a_batch_that_follows_at_once_is_known_to_have_as_many_rows():
     table = MergeTable()
     table.note("Net.hidden", "concatenate 0")
