@@ -80,6 +80,7 @@ class Judge:
                 parameter=parameter,
                 not_replayed=not_replayed,
                 not_finite=comparison.split.not_finite,
+                is_skipped=comparison.whole.loss is None,
             )
             raise SplitError(refusal + since, is_for_rules=True)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])

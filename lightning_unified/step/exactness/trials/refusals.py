@@ -33,6 +33,7 @@ def refusal_of_gradients(
     parameter: str,
     not_replayed: str,
     not_finite: Sequence[int] = (),
+    is_skipped: bool = False,
 ) -> str:
     """Return the error message for gradients that no loss rule makes agree.
 
@@ -43,6 +44,7 @@ def refusal_of_gradients(
         parameter: The parameter with the largest difference.
         not_replayed: Why random draws could not be replayed; empty if they were, or the step draws none.
         not_finite: The rows of each micro-batch whose gradient is not finite.
+        is_skipped: Whether the step returned None for all rows, and a loss for some micro-batches.
     """
     tried = "; ".join(
         f"{name}: {one:.1e}" if isfinite(one) else f"{name}: not finite" for name, one in differences.items()
@@ -53,6 +55,12 @@ def refusal_of_gradients(
         if not_finite
         else ""
     )
+    skips = (
+        " training_step returned None for all of these rows, and a loss for some micro-batches: it skips a batch for some of its rows, such as one with a "
+        "missing value. Leave these rows out of the loss instead, or skip the batch in the data loader."
+        if is_skipped
+        else ""
+    )
     drawn = (
         f" Its random draws could not be replayed ({not_replayed}), and without them it differs too; draw in prepare or "
         "on_after_batch_transfer, which run once a batch."
@@ -61,7 +69,7 @@ def refusal_of_gradients(
     )
     return (
         f"{whose} cannot be split exactly: the gradient of {rows} rows differs from that of their micro-batches "
-        f"({tried}, relative, at {parameter}).{divides}{drawn} The ways out, in MicroBatchRules from "
+        f"({tried}, relative, at {parameter}).{skips}{divides}{drawn} The ways out, in MicroBatchRules from "
         "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
         "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
         "each row by itself; splittable=False to run batches whole; check=False to split all the same."

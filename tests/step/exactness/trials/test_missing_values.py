@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
 from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
@@ -72,3 +73,18 @@ def test_losses_over_values_that_are_not_missing_split_exactly(kind, size):
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=size))
 
     torch.testing.assert_close(weights(split), weights(whole), **EXACT)
+
+
+class Skipping(Missing):
+    """It skips a batch whose loss is not finite."""
+
+    fields = (LATE, X)
+
+    def loss(self, inputs, targets):
+        loss = F.mse_loss(self.net(inputs)[:, :4], targets[:, :4])
+        return loss if loss.isfinite() else None
+
+
+def test_the_refusal_of_a_skipped_batch_says_that_all_rows_were_skipped():
+    with pytest.raises(SplitError, match="returned None for all of these rows, and a loss for some micro-batches"):
+        run(Skipping, UnifiedStrategy(micro_batch_size=6))
