@@ -79,6 +79,7 @@ class MicroBatchClosure(Closure):
             batch.end_micro_batch()
             if zeroing is not None:
                 zeroing.after_step(first=index == 0, last=index == last, settle=batch.settle)
+            batch.begin_backward()
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
                 with batch.recording():
                     scaled = loop.backward_micro_batch(

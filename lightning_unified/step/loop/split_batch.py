@@ -49,6 +49,9 @@ class WholeBatch:
         """Return no tensors: gradients are already the batch's."""
         return ()
 
+    def begin_backward(self) -> None:
+        """Do nothing: state of a whole batch is not merged."""
+
     def end_backward(self) -> None:
         """Do nothing: gradients are already the batch's."""
 
@@ -212,11 +215,16 @@ class SplitBatch:
         returned = [one for one, _ in self._returned]
         return [*returned, *self._merging.keeping(), *self._outside.keeping(self._index)]
 
+    def begin_backward(self) -> None:
+        """Restore the state that the micro-batch's step wrote, if it was merged before the backward pass."""
+        self._merging.begin_backward()
+
     def end_backward(self) -> None:
-        """Give outputs the gradients that they keep, and end their graph."""
+        """End the graph of outputs, with the gradients that they keep, and record the state that was written."""
         for one, detached in self._returned:
             detached.grad = one.grad
         self._returned = []
+        self._merging.end_backward()
 
     def settle(self) -> None:
         """Write the merged state, before the hooks that follow the step."""

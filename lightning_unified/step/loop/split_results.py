@@ -80,6 +80,16 @@ class SplitResults:
         if self._written is not None:
             self._written.end_micro_batch()
 
+    def begin_backward(self) -> None:
+        """Restore the state that a micro-batch's step wrote, if it was merged before the backward pass."""
+        if self._written is not None:
+            self._written.begin_backward()
+
+    def end_backward(self) -> None:
+        """Record the state that a micro-batch's backward pass wrote."""
+        if self._written is not None:
+            self._written.end_backward()
+
     def keeping(self) -> Sequence[Tensor]:
         """Return the tensors in written state that await a gradient, after the step of a micro-batch."""
         return () if self._written is None else self._written.keeping()

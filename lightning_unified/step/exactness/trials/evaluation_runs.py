@@ -14,7 +14,7 @@ from lightning_unified.step.exactness.rows import starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
 from lightning_unified.step.exactness.trials.run import has_autocast, precise
-from lightning_unified.step.results.state.written import drawn_unequally
+from lightning_unified.step.results.state.writes import drawn_unequally
 
 __all__ = ["EvaluationRuns", "EvaluationTrial"]
 
@@ -153,9 +153,9 @@ class EvaluationRuns:
 
     def _run(self, step: Callable[[Any], Any], batch: Any, draws: DrawMode) -> Results:
         own = copied(batch)
-        with aside(self._trainer, self._trainer._results, draws) as gather:
+        with aside(self._trainer, self._trainer._results, draws) as block:
             with self._group.passes(), draws, precise(self._trainer, keeps_autocast=self._keeps_autocast):
                 returned = step(own)
             parameters = self._trainer.lightning_module.parameters()
             self.leaves_gradients |= any(one.grad is not None for one in parameters)
-            return gather(returned)
+            return block.gather(returned)

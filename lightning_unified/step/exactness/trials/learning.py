@@ -15,7 +15,8 @@ from lightning_unified.step.results.metrics import reduced, without_seams
 from lightning_unified.step.results.objects import holds_values
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.state.entries import learn_entry
-from lightning_unified.step.results.state.written import Written, learn_written
+from lightning_unified.step.results.state.writes import Written
+from lightning_unified.step.results.state.written import learn_written
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo.changes import ABSENT
 

@@ -23,11 +23,11 @@ from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, pat
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.silent_loggers import STAND_INS, say_direct_logs
-from lightning_unified.step.results.state.written import Written, written_since
+from lightning_unified.step.results.state.writes import Written, written_since
 from lightning_unified.step.split.containers import entries_of, with_entries
-from lightning_unified.step.undo import StateWatch
+from lightning_unified.step.undo import Noted, StateWatch
 
-__all__ = ["Results", "aside", "copied", "is_batch_norm"]
+__all__ = ["Aside", "Results", "aside", "copied", "is_batch_norm"]
 
 _JOINED = 1e-4  # relative; a state that does not add up differs by far more
 
@@ -71,6 +71,19 @@ class Results:
     formats: set[torch.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A run of a step that is undone at the end of its block.
+
+    Args:
+        gather: Takes the step's output, and returns all results of the run.
+        noted: The state from before the run.
+    """
+
+    gather: Callable[[Any], Results]
+    noted: Noted
+
+
 @contextmanager
 def aside(
     trainer: L.Trainer,
@@ -80,10 +93,8 @@ def aside(
     in_eval: Callable[[nn.Module], bool] = is_batch_norm,
     state: StateWatch | None = None,
     renormed: RenormedRows | None = None,
-) -> Iterator[Callable[[Any], Results]]:
+) -> Iterator[Aside]:
     """Undo a step that runs inside the block.
-
-    Yield a function that takes the step's output, and returns all results of the step.
 
     Args:
         trainer: The Trainer that runs the step.
@@ -134,7 +145,7 @@ def aside(
                 formats={*draws.formats, *(one.dtype for one in module.parameters() if one.is_floating_point())},
             )
 
-        yield gather
+        yield Aside(gather, undone.noted)
         if undone.writes_logs:
             say_direct_logs(trainer)
 

@@ -37,6 +37,8 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.results.logs import inside_hook
+from lightning_unified.step.results.state.writes import Written, with_backward, written_since
+from lightning_unified.step.undo import Noted
 
 __all__ = ["Run", "Runner", "has_autocast", "precise"]
 
@@ -129,12 +131,12 @@ class Runner:
         in_eval = partial(self._is_in_eval, is_quiet=isinstance(draws, NoDraws))
         norms, self._renormed = BatchNormsThatMix(self.module), RenormedRows()
         undone = aside(self._trainer, results, draws, in_eval=in_eval, state=self._state, renormed=self._renormed)
-        with self._precise(), undone as gather:
+        with self._precise(), undone as block:
             parameters = parameters_of_step(self._trainer)
             scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
             shards = None if self._group.has_whole_parameters else NotedShards(parameters)
             with norms, self._group.passes(), torch.enable_grad():
-                result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
+                result, stepped = self._differentiated(kwargs, own, draws, parameters, scale=scale, noted=block.noted)
             self._refuse(norms)
             after = None if shards is None else shards.written
             if self.anywhere(after is not None):
@@ -142,7 +144,9 @@ class Runner:
                 raise refusal_of_writes(type(self.module).__name__, name)
             self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
             gradient = sample_gradients(self._sampled, scale=scale, joined=self._group.joined)
-            return Run(gradient=gradient, loss=result.loss, **vars(gather(result.extra)))
+            results = block.gather(result.extra)
+            results.written = with_backward(results.written, stepped)
+            return Run(gradient=gradient, loss=result.loss, **vars(results))
 
     def _differentiated(
         self,
@@ -152,7 +156,8 @@ class Runner:
         parameters: Sequence[Tensor],
         *,
         scale: float,
-    ) -> ClosureResult:
+        noted: Noted,
+    ) -> tuple[ClosureResult, Written]:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
@@ -162,6 +167,7 @@ class Runner:
             result = self._step(own)
         if (switched := used.switched) is not None:
             raise refusal_of_switches(type(self.module).__name__, self._named(switched))
+        stepped = written_since(noted)
         for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
             parameter.grad = None
         loss = result.closure_loss
@@ -178,7 +184,7 @@ class Runner:
         result.closure_loss = None
         if (after := used.written) is not None:
             raise refusal_of_writes(type(self.module).__name__, self._named(after))
-        return result
+        return result, stepped
 
     def without_gradients(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> tuple[Tensor | None, Results]:
         """Run the step without gradients and dropout, undo it, and return its loss and results.
@@ -192,13 +198,13 @@ class Runner:
                 stack.enter_context(equal_host_draws(self.module))
             stack.enter_context(self._precise())
             in_eval = partial(self._is_in_eval, is_quiet=True)
-            gather = stack.enter_context(aside(self._trainer, collection, draws, in_eval=in_eval, state=self._state))
+            block = stack.enter_context(aside(self._trainer, collection, draws, in_eval=in_eval, state=self._state))
             norms = BatchNormsThatMix(self.module)
             with norms, self._group.passes(), torch.no_grad(), draws:
                 result = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own}))
             self._refuse(norms)
             loss = result.closure_loss
-            return None if loss is None else loss.detach(), gather(result.extra)
+            return None if loss is None else loss.detach(), block.gather(result.extra)
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
         """Return the error of the step on the whole batch without gradients; None without one.

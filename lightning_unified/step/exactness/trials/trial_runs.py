@@ -21,7 +21,7 @@ from lightning_unified.step.exactness.trials.refusals import failure_on_rows, un
 from lightning_unified.step.exactness.trials.rounding import nudged
 from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.recovery.generators import GeneratorWatch
-from lightning_unified.step.results.state.written import drawn_unequally, with_states_of
+from lightning_unified.step.results.state.writes import drawn_unequally, with_states_of
 
 __all__ = ["TrialRuns"]
 

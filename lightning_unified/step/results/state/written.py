@@ -22,10 +22,8 @@ state of the module's own random generators, which advance with every draw. The 
 differently, such as a time; in a container or an object, the last micro-batch's stays.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +31,7 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.state.entries import (
     UNWRITTEN,
@@ -45,46 +43,12 @@ from lightning_unified.step.results.state.entries import (
 )
 from lightning_unified.step.results.state.queues import has_queue, queue_of, without_queues
 from lightning_unified.step.results.state.quotients import has_quotient, numbers_of, quotient_of, without_quotients
+from lightning_unified.step.results.state.writes import Written, note_backward, refusal_of_backward, written_in_backward
 from lightning_unified.step.split.containers import tensors_in
 from lightning_unified.step.undo import Noted, StateWatch
-from lightning_unified.step.undo.changes import Change, changes_since, is_same, moved_since, versions_of
+from lightning_unified.step.undo.changes import Change, moved_since, versions_of
 
-__all__ = [
-    "Write",
-    "Written",
-    "WrittenOverMicroBatches",
-    "drawn_unequally",
-    "learn_written",
-    "with_states_of",
-    "written_since",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """A value before a run, and the value the run wrote.
-
-    Args:
-        kind: The kind, as in `Change`.
-        before: The value before; an empty list for a tail.
-        after: The value after.
-        limit: The largest number of entries of a deque; None for other values.
-        put: Writes a value there.
-    """
-
-    kind: str
-    before: Any
-    after: Any
-    limit: int | None = None
-    put: Callable[[Any], None] | None = None
-
-
-Written = dict[str, Write]
-
-
-def written_since(noted: Noted) -> Written:
-    """Return the values written since `noted`, by path."""
-    return {one.path: Write(one.kind, one.before, _kept(one.after), one.limit, one.put) for one in changes_since(noted)}
+__all__ = ["WrittenOverMicroBatches", "learn_written"]
 
 
 def learn_written(
@@ -94,6 +58,8 @@ def learn_written(
     troubles = []
     for path in dict.fromkeys([*whole, *(path for run in runs for path in run)]):
         writes = [one.get(path) for one in (whole, *runs)]
+        if any(one is not None and one.in_backward for one in writes):
+            note_backward(table, path)
         known = next(one for one in writes if one is not None)
         after, *values = [known.before if one is None else one.after for one in writes]
         if known.kind == "members":
@@ -107,36 +73,6 @@ def learn_written(
             troubles += learn_entry(table, path, known.before, after, values, weights, tolerance=tolerance)
     troubles = without_queues(table, troubles, whole, runs, weights.rows, tolerance=tolerance)
     return without_quotients(table, troubles, [whole, *runs])
-
-
-def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
-    """Return the paths of host generators whose state differs between micro-batches and whole.
-
-    Host generators are those of Python and NumPy.
-    """
-    return sorted(
-        path
-        for path in {path for one in (whole, *runs) for path in one if _is_of_host(one[path])}
-        if not all(path in run and path in whole and is_same(run[path].after, whole[path].after) for run in runs)
-    )
-
-
-def with_states_of(written: Written, other: Written) -> Written:
-    """Return `written` with the generator states of `other`."""
-    own = {path: write for path, write in written.items() if write.kind != "state"}
-    return own | {path: write for path, write in other.items() if write.kind == "state"}
-
-
-def _is_of_host(write: Write) -> bool:
-    """Return whether the write is the state of a Python or NumPy generator; torch's are replayed."""
-    state = write.after
-    is_python = isinstance(state, tuple) and len(state) == 3 and state[0] == random.Random.VERSION
-    return write.kind == "state" and (is_python or (isinstance(state, dict) and "bit_generator" in state))
-
-
-def _kept(value: Any) -> Any:
-    """Return the value to keep of a write: a tensor without its graph, anything else as it is."""
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 class WrittenOverMicroBatches:
@@ -162,6 +98,8 @@ class WrittenOverMicroBatches:
         self._noted: Noted | None = None
         self._versions: list[int] = []
         self._writes: list[dict[str, Change]] = []
+        self._after: list[dict[str, Change]] = []  # the same, after each backward pass
+        self._resumed: dict[str, Any] = {}  # merged values that the last backward pass is yet to write
         self._late: dict[str, Any] = {}  # merged values of which the last backward pass is yet to write gradients
 
     def begin_micro_batch(self) -> None:
@@ -170,12 +108,40 @@ class WrittenOverMicroBatches:
             self._noted = self._watch.note()
             self._versions = versions_of(self._noted)
         else:
-            self._back(self._writes[-1].values())
+            last = self._after if len(self._after) == len(self._writes) else self._writes
+            self._back(last[-1].values())
             self._noted.rewind_iterators()
 
     def end_micro_batch(self) -> None:
         """Record the writes of the micro-batch."""
         self._writes.append({one.path: one for one in self._moved() if not one.path.startswith(self._ignored)})
+
+    def begin_backward(self) -> None:
+        """Restore the state that the micro-batch's own step left, if hooks have got merged state since.
+
+        Raises:
+            SplitError: If these hooks wrote such state.
+        """
+        now = self._values() if self._resumed else {}
+        for path, value in self._resumed.items():
+            if not same(now.get(path, self._change(path, self._after).before), value):
+                raise refusal_of_backward(path)
+            if (own := self._writes[-1].get(path)) is not None:
+                own.put(own.after)
+
+    def end_backward(self) -> None:
+        """Record the micro-batch's writes after its backward pass, where checks have seen such writes."""
+        if self._noted is None:  # all state has been merged
+            return
+        paths = written_in_backward(self._table)
+        moved = self._moved() if paths else ()
+        now = {one.path: one for one in moved if one.path in paths and not one.path.startswith(self._ignored)}
+        self._after.append({path: one for path, one in self._writes[-1].items() if path not in paths} | now)
+
+    def _take_backward(self) -> None:
+        """Go on with the writes after the backward passes, once the last one is over."""
+        if len(self._after) == len(self._writes):
+            self._writes = self._after
 
     def keeping(self) -> list[Tensor]:
         """Return the tensors that the last micro-batch has written and that await a gradient."""
@@ -211,6 +177,7 @@ class WrittenOverMicroBatches:
 
     def numbers(self) -> dict[str, list[Any]]:
         """Return the floating-point numbers that all micro-batches have written, by path."""
+        self._take_backward()
         first, *others = self._writes or [{}]
         shared = [path for path in first if all(path in one for one in others) and self._table.all_rules(path)]
         found = {path: [writes[path].after for writes in self._writes] for path in shared}
@@ -219,6 +186,7 @@ class WrittenOverMicroBatches:
     @contextmanager
     def state_before(self) -> Iterator[None]:
         """Take back the writes of the last micro-batch inside the block."""
+        self._take_backward()
         last = self._writes[-1].values() if self._writes else ()
         changes = [one for one in last if self._merges(one) or self._is_new(one)]
         now = self._values() if any(map(self._is_new, changes)) else {}
@@ -247,6 +215,7 @@ class WrittenOverMicroBatches:
         Raises:
             SplitError: If no rule merges the values after that check.
         """
+        self._take_backward()
         whole = {path: self._merged(path, weights) for path in self._paths}
         written = {path: self._change(path) for writes in self._writes for path in writes}
         new = [path for path, change in written.items() if self._is_new(change)]
@@ -258,10 +227,24 @@ class WrittenOverMicroBatches:
             whole[path] = self._merged(path, weights) if merges else self._last_written(path)
         there = {path: self._put(path, value) for path, value in whole.items()}
         self._late = {path: value for path, value in there.items() if awaits_gradient(self._last_written(path))}
+        self._resumed = {path: there.get(path, one.before) for path, one in self._awaiting_backward().items()}
+        if not self._resumed:
+            self._release()
+
+    def _release(self) -> None:
+        """End the batch, except for gradients that the last backward pass is yet to write."""
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
-        self._noted, self._writes = None, self._writes if self._late else []
+        self._noted, self._writes, self._after = None, self._writes if self._late else [], []
+
+    def _awaiting_backward(self) -> dict[str, Change]:
+        """Return the changes of earlier backward passes if the last one is yet to come, after hooks."""
+        if len(self._after) == len(self._writes):
+            return {}
+        written = written_in_backward(self._table)
+        changes = {path: one for writes in self._after for path, one in writes.items() if path in written}
+        return {path: one for path, one in changes.items() if self._merges(one) and self._table.rule(path) != LAST}
 
     def _put(self, path: str, value: Any) -> Any:
         """Write the whole batch's value at a path, and return the value that is there then."""
@@ -276,7 +259,13 @@ class WrittenOverMicroBatches:
         return value
 
     def finish_gradients(self, weights: MicroBatchWeights) -> None:
-        """Give merged values the gradients of a backward pass that has run since `finish`."""
+        """Add state and gradients that a backward pass has written since `finish`."""
+        if resumed := list(self._resumed):
+            self._resumed = {}
+            self._take_backward()
+            for path in resumed:
+                self._put(path, self._merged(path, weights))
+            self._release()
         for path, value in self._late.items():
             again = self._merged(path, weights)
             if not isinstance(again, SplitError):
@@ -289,9 +278,9 @@ class WrittenOverMicroBatches:
         paths = dict.fromkeys(path for writes in self._writes for path in writes)
         return [path for path in paths if self._merges(self._change(path))]
 
-    def _change(self, path: str) -> Change:
+    def _change(self, path: str, several: Sequence[dict[str, Change]] = ()) -> Change:
         """Return the first micro-batch's change at a path."""
-        return next(writes[path] for writes in self._writes if path in writes)
+        return next(writes[path] for writes in several or self._writes if path in writes)
 
     def _last_written(self, path: str) -> Any:
         """Return the last value that a micro-batch wrote at a path."""

@@ -8,7 +8,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.results.state.rings import learn_rings, wholes_of_ring
-from lightning_unified.step.results.state.written import Write
+from lightning_unified.step.results.state.writes import Write
 from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.writing import Writes
