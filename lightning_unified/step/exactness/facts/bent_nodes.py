@@ -7,6 +7,7 @@
 | softplus, softshrink, hardsigmoid, prelu, elu, logaddexp and others, of a few values | the same |
 | the largest or smallest of a few values, their order, logsumexp | which one it is, or a number that tells the order |
 | multiplication by a few numbers, or division; a power, a factor of a sum | the number, or one computed from a few |
+| multiplication by several factors, or division | whether they are equal |
 | masked_fill, a mask as an index, labels that a cross-entropy ignores | whether some entries are left out, and whether some are not |
 | class weights of a cross-entropy | the mean, the smallest and the largest weight of a scored label |
 """
@@ -37,6 +38,9 @@ def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
     for node in nodes:
         name = node.name()
         with suppress(RuntimeError):  # a saved tensor was written in place, or is freed
+            if (factors := _factors_of(node, name)) is not None:
+                low, high = torch.aminmax(factors.float())
+                yield f"{name} by equal factors", (low == high).float().expand(2)
             if (number := _number_of(node, name)) is not None:
                 yield name + NUMBER, number.reshape(1).expand(2)
             elif (labels := _labels_of(node)) is not None:
@@ -83,12 +87,29 @@ def _number_of(node: Any, name: str) -> Tensor | None:
     if len(operands) == 1:
         number = getattr(node, f"_saved_{operands[0]}", None)
         return torch.tensor(float(number)) if isinstance(number, (int, float)) else None
-    first, second = (before for before, _ in node.next_functions[:2])
-    which = operands[1] if second is None else operands[0] if first is None else None
-    number = None if which is None else _saved(node, which)
+    number = _constant_of(node, operands)
     if not isinstance(number, Tensor) or not 0 < number.numel() <= _FEW or number.is_complex():
         return None
     return number if number.numel() == 1 else _told_apart(number)
+
+
+def _constant_of(node: Any, operands: tuple[str, ...]) -> Any:
+    """Return the one of a node's two operands to which no gradient flows; None if there is none."""
+    first, second = (before for before, _ in node.next_functions[:2])
+    which = operands[1] if second is None else operands[0] if first is None else None
+    return None if which is None else _saved(node, which)
+
+
+def _factors_of(node: Any, name: str) -> Tensor | None:
+    """Return the factors of several values, such as the weights of rows; None for other nodes.
+
+    `weights / weights.max()` is 1 in every micro-batch until the weights differ.
+    """
+    if name not in ("MulBackward0", "DivBackward0", "DotBackward0"):
+        return None
+    factors = _constant_of(node, _OPERANDS[name])
+    is_known = isinstance(factors, Tensor) and 1 < factors.numel() <= _MOST and not factors.is_complex()
+    return factors if is_known else None
 
 
 _OPERANDS: dict[str, tuple[str, ...]] = {

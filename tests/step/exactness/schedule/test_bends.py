@@ -141,6 +141,29 @@ def test_a_divisor_that_stops_being_the_rows_is_refused_before_the_update(checks
     assert checks.steps[-1] == 9
 
 
+class Priorities(Net):
+    """Divides weights of rows by their largest: all are 1 until batch 8 has changed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("priorities", torch.ones(4))
+
+    def loss(self, out, batch):
+        weights = self.priorities[batch["y"]]
+        losses = F.cross_entropy(out, batch["y"], reduction="none")
+        return (losses * (weights / weights.max())).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.priorities[0] = 2.0 if batch_idx >= 8 else 1.0
+
+
+def test_weights_that_begin_to_differ_are_checked_before_the_update(checks):
+    with pytest.raises(SplitError, match="Priorities cannot be split exactly"):
+        run(Priorities, batches(number=13, size=8))
+
+    assert checks.steps[-1] == 9
+
+
 class LimitOfSum(Net):
     """Limits a sum over rows that no micro-batch reaches; the whole batch 9 does."""
 
