@@ -11,6 +11,8 @@ from torch import Tensor
 
 __all__ = ["same", "size_of"]
 
+_LEAST = torch.finfo(torch.float32).tiny  # a smaller number is rounded to multiples of a fixed one; losses are float32
+
 
 def same(one: Any, other: Any, *, tolerance: float = 0.0, size: float = 0.0) -> bool:
     """Return whether two values are equal up to rounding.
@@ -28,9 +30,8 @@ def same(one: Any, other: Any, *, tolerance: float = 0.0, size: float = 0.0) -> 
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.dtype == other.dtype and _same_arrays(one, other, tolerance, size)
     if isinstance(one, float) and isinstance(other, (int, float)):
-        return (math.isnan(one) and math.isnan(other)) or math.isclose(
-            one, other, rel_tol=tolerance, abs_tol=tolerance * size
-        )
+        least = tolerance * max(size, _LEAST)
+        return (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, rel_tol=tolerance, abs_tol=least)
     if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
         return len(one) == len(other) and all(same(*pair, tolerance=tolerance) for pair in zip(one, other, strict=True))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -60,7 +61,7 @@ def _same_tensors(one: Tensor, other: Tensor, tolerance: float, size: float) -> 
         return torch.equal(one, other) or (
             one.is_floating_point() and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
         )
-    size = max(size, size_of(other))  # rounding scales with the largest summands
+    size = max(size, size_of(other), torch.finfo(one.dtype).tiny)  # rounding scales with the largest summands
     return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
 
 
@@ -69,7 +70,7 @@ def _same_arrays(one: Any, other: Any, tolerance: float, size: float) -> bool:
         return False
     if one.dtype.kind not in "fc":
         return bool((one == other).all())
-    size = max(size, float(np.abs(other[np.isfinite(other)]).max(initial=0.0)))
+    size = max(size, float(np.abs(other[np.isfinite(other)]).max(initial=0.0)), float(np.finfo(one.dtype).tiny))
     return bool(np.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MicroBatchWeights, merged
+from lightning_unified.step.results.merging import MicroBatchWeights, fitting, merged
 
 WEIGHTS = MicroBatchWeights([2, 1], [2.0, 1.0])
+SIZES = MicroBatchWeights([5, 5, 5, 1], [5.0, 5.0, 5.0, 1.0])
 
 
 @pytest.mark.parametrize("rule", ["concatenate 0", "mean", "max"])
@@ -25,3 +26,15 @@ def test_memory_that_runs_out_in_a_merge_is_no_refusal(rule, monkeypatch):
 def test_values_of_other_shapes_are_refused():
     with pytest.raises(SplitError, match="cannot be put together by 'max'"):
         merged("max", [torch.zeros(3), torch.zeros(2)], WEIGHTS)
+
+
+KINDS = {"tensor": lambda mean: mean, "number": torch.Tensor.item, "array": torch.Tensor.numpy}
+
+
+@pytest.mark.parametrize("of", KINDS.values(), ids=KINDS)
+def test_a_mean_of_a_vanished_float32_loss_merges_as_a_mean(of):
+    # below 1e-38 float32 numbers are multiples of 1.4e-45
+    terms = 1e-43 * torch.rand(16, generator=torch.Generator().manual_seed(1))
+    whole, parts = of(terms.mean()), [of(part.mean()) for part in terms.split(5)]
+
+    assert "mean" in fitting(parts, whole, SIZES, tolerance=1e-4)
