@@ -58,13 +58,14 @@ OWN_KERNELS: Mapping[Any, Callable[..., Any]] = {
 def run_on_zeros(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return an operation's results as meta tensors, by running it on zeros on the host.
 
+    A random operation draws from the host's own generator, whose state is put back.
+
     Raises:
-        NotImplementedError: If the operation writes its arguments, draws random numbers or takes too many bytes.
+        NotImplementedError: If the operation writes its arguments or takes too many bytes.
     """
     tensors = [each for each in tree_leaves((args, dict(kwargs))) if isinstance(each, Tensor)]
     count = sum(each.numel() * each.element_size() for each in tensors)
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    if func._schema.is_mutable or is_random or count > _MOST_BYTES:
+    if func._schema.is_mutable or count > _MOST_BYTES:
         raise NotImplementedError(f"{func} has no fake kernel")
 
     def zeros(fake: Tensor) -> Tensor:
@@ -74,6 +75,11 @@ def run_on_zeros(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     def layout(real: Tensor) -> Tensor:
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
 
-    with no_dispatch(), torch.no_grad():
-        results = func(*tree_map_only(Tensor, zeros, tuple(args)), **tree_map_only(Tensor, zeros, dict(kwargs)))
+    def host_generator(_: torch.Generator) -> None:
+        return None
+
+    with no_dispatch(), torch.no_grad(), torch.random.fork_rng(devices=()):
+        given = tree_map_only(torch.Generator, host_generator, (tuple(args), dict(kwargs)))
+        positional, named = tree_map_only(Tensor, zeros, given)
+        results = func(*positional, **named)
         return tree_map_only(Tensor, layout, results)

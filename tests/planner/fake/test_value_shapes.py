@@ -98,11 +98,18 @@ def test_unknown_lengths_count_as_full_and_are_noted():
     assert [read.shapes for read in answers.reads] == [True]
 
 
-def test_what_writes_or_draws_is_not_run_on_zeros():
+def test_what_writes_is_not_run_on_zeros():
     from lightning_unified.planner.fake.own_kernels import run_on_zeros
 
-    for func in (torch.ops.aten.bernoulli.default, torch.ops.aten.add_.Tensor):
-        with pytest.raises(NotImplementedError):
-            run_on_zeros(
-                func, [torch.empty(2)] * len([a for a in func._schema.arguments if a.type.str() == "Tensor"]), {}
-            )
+    with pytest.raises(NotImplementedError):
+        run_on_zeros(torch.ops.aten.add_.Tensor, [torch.empty(2), torch.empty(2)], {})
+
+
+def test_what_draws_on_zeros_leaves_the_generators_as_they_are():
+    from lightning_unified.planner.fake.own_kernels import run_on_zeros
+
+    own = torch.Generator().manual_seed(1)
+    before = torch.get_rng_state(), own.get_state()
+    drawn = run_on_zeros(torch.ops.aten._sample_dirichlet.default, [torch.ones(2, 3)], {"generator": own})
+    assert (drawn.shape, drawn.device.type) == ((2, 3), "meta")
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(own.get_state(), before[1])
