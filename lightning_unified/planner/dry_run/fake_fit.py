@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -101,6 +102,7 @@ class FakeFit:
         self._recorder = Recorder(
             backend=spec.backend, place=self._places.here, widths=vocabularies(self._copy), known=world.known
         )
+        world.live = partial(len, self._recorder.storages.live)
         if spec.compiled:
             run_as_compiled(self._copy, spec.module, self._recorder, sharded=spec.sharding is not None)
         self._shards = None if spec.sharding is None else shard_copy(self._copy, spec.sharding, self._recorder)

@@ -4,11 +4,9 @@ A fake tensor has no storage, yet steps read values: `loss.item()`, `lengths.max
 and counters, therefore carry a real tensor beside them. Each operation on such tensors is executed on the real values too.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from traceback import walk_tb
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Read
+from lightning_unified.planner.fake.awaited import Awaits, Place, reading_place
 from lightning_unified.planner.fake.value_shapes import READS, is_mask, made_up_answer, shaped_by_known
 
 __all__ = ["WITHOUT_TENSORS", "Answers", "are_wrapped", "set_value", "tensors_among", "value_of"]
@@ -33,13 +32,7 @@ _DEVICE = torch.ops.prim.device.default
 WITHOUT_TENSORS = (aten.promote_types.default,)
 """Operations whose result follows from their arguments, none of which is a tensor."""
 
-_BETWEEN = (
-    "lightning_unified.",
-    "torch._",
-    "torch.utils._",
-    "torch.overrides",
-)  # modules between a read and its answer
-_VALIDATED: set[tuple[CodeType, int]] = set()  # places that raise where a value is False, such as `if not valid.all()`
+_VALIDATED: set[Place] = set()  # places that raise where a value is False, such as `if not valid.all()`
 
 _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -87,12 +80,13 @@ class Answers(TorchDispatchMode):
     Known values are the batch's integers, small buffers, and tensors made from constants (`zeros`, `arange`). So a step reads counters,
     lengths, masks and the optimizers' step counts as they are. A read of an unknown value returns 1, False, or the largest possible number
     of entries (the smallest for unique entries), and is noted in `reads`. Gradients count as finite. Code that raises after it read False
-    reads True there from then on.
+    reads True there from then on, as do loops that wait for True.
 
     This mode lies above the mode that makes fake tensors, and below the recorder.
 
     Args:
         place: Returns the name of the module that runs.
+        live: Returns the number of live storages.
         other: Whether made-up values that can decide a shape differ from the default: 3 instead of 1, half as many entries.
 
     Attributes:
@@ -100,14 +94,15 @@ class Answers(TorchDispatchMode):
         silent: Whether reads are not noted.
     """
 
-    def __init__(self, place: Callable[[], str], *, other: bool = False) -> None:
+    def __init__(self, place: Callable[[], str], live: Callable[[], int], *, other: bool = False) -> None:
         super().__init__()
         self._other = other
         self.reads: list[Read] = []
         self.silent = False
         self._place = place
         self._count = 0
-        self._denied: tuple[CodeType, int] | None = None
+        self._denied: Place | None = None
+        self._awaits = Awaits(live)
         self._lost: dict[int, torch.UntypedStorage] = {}
 
     @classmethod
@@ -213,14 +208,19 @@ class Answers(TorchDispatchMode):
             return args[0].new_empty((length,))  # with a given number of bins, no value lies beyond them
         answer, words, shapes = made_up_answer(func, args, kwargs, other=self._other)
         if answer is False:
-            self._denied = _reading_place()
-            answer = self._denied in _VALIDATED
+            self._denied = reading_place()
+            answer = self._denied in _VALIDATED or self._awaits.answer(self._denied)
             words = str(answer)
         self.note(str(func), words, shapes=shapes)
         return answer
 
     def learn_from(self, error: Exception) -> bool:
-        """Return whether the code that last read False raised `error` then, and did so for the first time."""
+        """Return whether other answers may avoid `error`; they are given from then on.
+
+        The code that last read False raised it, a loop waits for True, or code that read True as such a loop raised it.
+        """
+        if self._awaits.learn_from(error):
+            return True
         denied = self._denied
         if denied is None or denied in _VALIDATED:
             return False
@@ -233,14 +233,6 @@ class Answers(TorchDispatchMode):
         """Note a read that was answered with a made-up value."""
         if not self.silent:
             self.reads.append(Read(op=op, place=self._place(), answer=answer, shapes=shapes))
-
-
-def _reading_place() -> tuple[CodeType, int] | None:
-    """Return the code that reads a value now, and the place in it."""
-    frame = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def _is_small(result: Any) -> bool:

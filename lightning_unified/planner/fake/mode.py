@@ -35,13 +35,15 @@ class World:
         mode: Makes tensors fake.
         answers: Answers reads of values.
         place: Returns the name of the module that runs, noted with each read.
+        live: Returns the number of live storages.
     """
 
     def __init__(self, *, other: bool = False) -> None:
         self.place: Callable[[], str] = str
+        self.live: Callable[[], int] = int
         self.mode: FakeTensorMode = CachedFakeMode()
         self._recipes = getattr(self.mode, "known", None)  # torch's own mode has none
-        self.answers = Answers(self._here, other=other)
+        self.answers = Answers(self._here, self._living, other=other)
 
     def known(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call that needs no inference of torch's.
@@ -64,6 +66,9 @@ class World:
 
     def _here(self) -> str:
         return self.place()
+
+    def _living(self) -> int:
+        return self.live()
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from lightning_unified.errors import DryRunError
 from lightning_unified.planner.dry_run import DryRun
-from lightning_unified.planner.fake import known_values
+from lightning_unified.planner.fake import awaited, known_values
+from tests.support.runs.live_bytes import peak_of
 from tests.support.zoo.dry_run import Perceptron, trace_step
 
 
@@ -80,6 +81,8 @@ def runs(monkeypatch):
     """The sizes that dry runs traced, each from the beginning."""
     first, found = DryRun._first, []
     monkeypatch.setattr(known_values, "_VALIDATED", set())
+    for places in ("_AWAITED", "_SUSPECTS", "_NEVER"):
+        monkeypatch.setattr(awaited, places, set())
     monkeypatch.setattr(DryRun, "_first", lambda self, size, **other: found.append(size) or first(self, size, **other))
     return found
 
@@ -131,3 +134,70 @@ def test_lazy_layers_are_refused():
 
     with pytest.raises(DryRunError, match="lazy layer"):
         trace_step(Module(), Module.batch(4), rows=4)
+
+
+def test_a_loop_that_waits_for_true_ends(runs):
+    """Adaptive solvers repeat a step until its error is small enough, and read other values beside it."""
+
+    class Module(Reader):
+        def read(self, x, y):
+            while True:
+                scaled = x * 2
+                accepts = scaled.norm() < self.net[0].weight.norm()
+                if scaled.norm() > self.net[0].weight.norm():
+                    accepts = False
+                if accepts or scaled.norm() == 0:
+                    return scaled
+
+    class Once(Reader):
+        def read(self, x, y):
+            scaled = x * 2
+            if not scaled.norm() > 0:
+                raise ValueError("zero")
+            return scaled
+
+    trace = trace_step(Module(), Module.batch(4), rows=4)
+    assert trace.confidence == "medium"
+    assert {read.answer for read in trace.reads} == {"True"}
+    assert peak_of(trace) == pytest.approx(peak_of(trace_step(Once(), Once.batch(4), rows=4)), abs=64)
+
+
+def test_a_loop_whose_iterations_keep_memory_runs_to_its_end():
+    class Module(Reader):
+        def read(self, x, y):
+            x = x.clone().requires_grad_()
+            for _ in range(600):
+                x = torch.sin(x)
+                if x.norm() < 0.1:
+                    break
+            return x
+
+    trace = trace_step(Module(), Module.batch(4), rows=4)
+    assert {read.answer for read in trace.reads} == {"False"}
+    assert len(trace.reads) == 600
+
+
+def test_a_check_that_is_made_very_often_is_still_passed(runs):
+    class Module(Reader):
+        def read(self, x, y):
+            for _ in range(600):
+                if x.isnan().any():
+                    raise ValueError("not a number")
+            return x
+
+    trace_step(Module(), Module.batch(4), rows=4)
+
+
+@pytest.mark.parametrize("concentration", ["Dirichlet", "Beta"])
+def test_draws_without_a_fake_kernel_are_traced(concentration):
+    class Module(Reader):
+        def read(self, x, y):
+            alpha = F.softplus(x) + 1
+            if concentration == "Beta":
+                return torch.distributions.Beta(alpha, alpha).rsample()
+            return torch.distributions.Dirichlet(alpha).rsample()
+
+    module, batch = Module(), Module.batch(4)
+    before = torch.get_rng_state()
+    assert trace_step(module, batch, rows=4).confidence != "low"
+    assert torch.equal(torch.get_rng_state(), before)
