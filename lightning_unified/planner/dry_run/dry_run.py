@@ -19,6 +19,7 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run.fake_fit import FakeFit, Templates
 from lightning_unified.planner.dry_run.isolation import untouched
 from lightning_unified.planner.dry_run.spec import StepSize, StepSpec
+from lightning_unified.planner.fake.awaited import AWAITED
 from lightning_unified.planner.fake.mode import World, fake_world
 from lightning_unified.planner.repeats import Twins, blocks_of
 from lightning_unified.step.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
@@ -57,7 +58,7 @@ class DryRun:
         """Return the trace of a step.
 
         If made-up values may have decided a shape, the step is traced once more with other made-up values. Equal allocations in both
-        traces show that they did not.
+        traces show that they did not. A trace with a loop that waits for a value is not traced again: it has no other answer.
 
         Args:
             rows: Rows of the first micro-batch.
@@ -72,7 +73,7 @@ class DryRun:
             raise DryRunError(f"rows={rows}, num_micro_batches={num_micro_batches}: give 1 or more of each.")
         size = _size(rows, num_micro_batches, later_rows, length)
         trace = self._guarded(partial(self._first, size))
-        if trace.confidence != "low":
+        if trace.confidence != "low" or any(read.answer == AWAITED for read in trace.reads):
             return trace
         self._fit = None
         try:

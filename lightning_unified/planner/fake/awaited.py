@@ -6,7 +6,10 @@ from traceback import walk_tb
 from types import CodeType
 from typing import TypeAlias
 
-__all__ = ["AwaitedError", "Awaits", "Place", "reading_place"]
+__all__ = ["AWAITED", "AwaitedError", "Awaits", "Place", "reading_place"]
+
+AWAITED = "True, for which a loop waits"
+"""The answer of a read that ends a loop; it hides how much the loop's last iterations keep."""
 
 Place: TypeAlias = tuple[CodeType, int]
 """Code that reads a value, and the place in it."""

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Read
-from lightning_unified.planner.fake.awaited import Awaits, Place, reading_place
+from lightning_unified.planner.fake.awaited import AWAITED, Awaits, Place, reading_place
 from lightning_unified.planner.fake.value_shapes import READS, is_mask, made_up_answer, shaped_by_known
 
 __all__ = ["WITHOUT_TENSORS", "Answers", "are_wrapped", "set_value", "tensors_among", "value_of"]
@@ -209,8 +209,10 @@ class Answers(TorchDispatchMode):
         answer, words, shapes = made_up_answer(func, args, kwargs, other=self._other)
         if answer is False:
             self._denied = reading_place()
-            answer = self._denied in _VALIDATED or self._awaits.answer(self._denied)
+            answer = self._denied in _VALIDATED
             words = str(answer)
+            if not answer and self._awaits.answer(self._denied):
+                answer, words, shapes = True, AWAITED, True  # what the loop keeps from then on is unknown
         self.note(str(func), words, shapes=shapes)
         return answer
 
