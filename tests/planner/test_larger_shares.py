@@ -6,7 +6,6 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import lightning_unified as unified
 from lightning_unified.cost_model.rates import tabled_rates
@@ -20,8 +19,9 @@ from lightning_unified.planner.search.larger_shares import (
     larger_shares,
     most_gained,
 )
+from tests.support.modules.decoders import WIDTH, Block
 
-BLOCKS, WIDTH = 6, 64
+BLOCKS = 6
 OWN = Measured(bytes=1000, seconds=10.0)
 
 
@@ -68,15 +68,6 @@ def test_fewer_blocks_are_tried_where_the_wanted_number_may_not_fit():
     assert in_last_blocks(keeping(0.2), Larger(share=0.5, blocks=1)) == [keeping(0.2, last=1, kept_last=0.5)]
     assert str(tried[0].recompute) == "all blocks, 20 % kept, 50 % in the last 3"
     assert keeping(0.5).again < tried[0].again < tried[1].again < keeping(0.2).again
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Net(L.LightningModule):

@@ -10,20 +10,20 @@ A value is merged by a rule for outputs, or in one of these ways, by path:
 | `path (last)` | `"as written"`: the last write of each entry of a tensor counts (`state.last_writes`) |
 | `path (alone)` | `"as written"`: the value of the one micro-batch that writes it |
 
-Entries of one dict share the last two keys, as `path[*] (…)`, because a dict by sample or label has other entries in each batch.
+Entries of one dict share the last two keys, as `path[*] (…)`: a dict by sample or label has other entries in each batch.
 """
 
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.sameness import same
+from lightning_unified.step.results.state.differences import are_whole_numbers, difference, is_number
 from lightning_unified.step.results.state.last_writes import keeps_last_writes, last_writes, learn_last_writes
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
@@ -101,7 +101,7 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
     if table.rule(_alone(path)) == _ALONE and (len(written) < len(values) or not table.knows(path)):
         if len(written) == 1:
             return written[0]
-        if (adds and _are_whole_numbers(written)) or (joins and all(same(one, written[0]) for one in written)):
+        if (adds and are_whole_numbers(written)) or (joins and all(same(one, written[0]) for one in written)):
             raise refusal_of_merge(path)
         if not joins:
             return merged("equal", written, weights)
@@ -193,7 +193,7 @@ def _steps_add_up_by_chance(table: MergeTable, path: str, before: Any, after: An
 
 
 def _is_one_number(value: Any) -> bool:
-    return _is_number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    return is_number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
 
 
 def _learn_change(
@@ -275,42 +275,7 @@ def _alike(changes: Sequence[Any]) -> list[Any]:
 
 
 def _change(before: Any, after: Any) -> Any:
-    """Return the finite difference of two numbers, arrays or tensors of one shape, else None."""
-    if after is UNWRITTEN:
-        return UNWRITTEN
-    if before is ABSENT:
-        return _finite(after) if _is_number(after) or isinstance(after, (Tensor, np.ndarray)) else None
-    numbers = _is_number(before) and _is_number(after)
-    tensors = (
-        isinstance(before, Tensor)
-        and isinstance(after, Tensor)
-        and before.shape == after.shape
-        and before.layout is after.layout is torch.strided
-    )
-    arrays = (
-        isinstance(before, np.ndarray) and before.dtype.kind in "iufc" and getattr(after, "shape", None) == before.shape
-    )
-    if numbers or arrays or (tensors and before.dtype not in (torch.bool, torch.uint8)):
-        return _finite(after - before)
-    return None
-
-
-def _finite(change: Any) -> Any:
-    if isinstance(change, Tensor):
-        if change.layout is not torch.strided:
-            return None  # of sparse tensors, some operations are missing
-        return change if change.dtype != torch.bool and torch.isfinite(change).all() else None
-    if isinstance(change, np.ndarray) and change.dtype.kind not in "iufc":
-        return None
-    return change if np.isfinite(change).all() else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _are_whole_numbers(values: Sequence[Any]) -> bool:
-    return all(_is_number(value) and float(value).is_integer() for value in values)
+    return UNWRITTEN if after is UNWRITTEN else difference(before, after)
 
 
 def _adds(table: MergeTable, path: str) -> bool:
