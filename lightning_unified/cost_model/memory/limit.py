@@ -10,7 +10,7 @@ from typing import cast
 
 from typing_extensions import override
 
-from lightning_unified.cost_model.memory.reserve import Replay, allocator_peak, pools_of
+from lightning_unified.cost_model.memory.reserve import FullError, Replay, allocator_peak, pools_of
 from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.hardware.allocators.metal import MetalLimits, MetalPools
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Pools
@@ -87,8 +87,8 @@ def _replayed(
     pools = pools_of(trace.backend, settings)
     within = _MetalWithinLimit(pools, limit) if trace.backend == "mps" else _WithinLimit(pools, limit)
     try:
-        found = Replay(trace, cast("Pools", within)).reserved()
-    except _FullError:
+        found = Replay(trace, cast("Pools", within), in_place=settings.expandable).reserved()
+    except FullError:
         found = None
     if isinstance(within, _MetalWithinLimit):
         alike.append((within.limits.lowest, within.limits.highest, found))
@@ -111,10 +111,6 @@ def _limits_around(limit: float, *, below: int) -> Iterator[float]:
     """Yield the powers of `_STEP`, from `below` steps under the largest that does not exceed `limit`."""
     first = math.floor(math.log(limit) / math.log(_STEP)) - below
     yield from (_STEP**exponent for exponent in itertools.count(first))
-
-
-class _FullError(Exception):
-    """No place is left for a block within the limit."""
 
 
 class _WithinLimit:
@@ -148,7 +144,7 @@ class _WithinLimit:
         if not self._has_room(size, pressed=pressed):
             self._pools.release()
             if not self._has_room(size, pressed=pressed):
-                raise _FullError
+                raise FullError
         return self._pools.place(size, pressed=pressed)
 
     def _has_room(self, size: int, *, pressed: bool) -> bool:
@@ -156,6 +152,9 @@ class _WithinLimit:
 
     def give_back(self, block: Block) -> None:
         self._pools.give_back(block)
+
+    def release(self) -> None:
+        self._pools.release()
 
 
 class _NotedLimits(MetalLimits):
@@ -221,5 +220,5 @@ class _MetalWithinLimit(_WithinLimit):
     def reuse(self, size: int) -> Block:
         block = cast("MetalPools", self._pools).take(size, self.limits)
         if block is None:
-            raise _FullError
+            raise FullError
         return block

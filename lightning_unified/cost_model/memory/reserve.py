@@ -17,7 +17,8 @@ from typing import cast
 
 from typing_extensions import override
 
-from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Take, Trace, Work
+from lightning_unified.cost_model.memory.moves import Move, Moves
+from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
@@ -26,10 +27,11 @@ from lightning_unified.hardware.allocators.pools import Block, CudaSegments, Poo
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.hardware.sources import installed_torch
 
-__all__ = ["AllocatorPeak", "DetailedReplay", "Replay", "allocator_peak", "pools_of", "reserved_bytes"]
+__all__ = ["AllocatorPeak", "DetailedReplay", "FullError", "Replay", "allocator_peak", "pools_of", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
+_PACKED = ("gradients", "optimizer state")
 _DEFAULT = AllocatorSettings()
 
 
@@ -67,14 +69,15 @@ def allocator_peak(trace: Trace, *, settings: AllocatorSettings = _DEFAULT) -> A
 
     The first step begins with weights and buffers only. Gradients come with its backward pass, libraries take their
     workspaces at the first operation that needs one, and the first optimizer step takes the optimizer's state from the blocks
-    that activations left. That order decides how the pools are split afterwards.
+    that activations left. That order decides how the pools are split afterwards. In segments that expand, the gradients of split batches
+    stay at low addresses after the first step.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
     key = "allocator", settings
     if key not in trace.kept:
-        trace.kept[key] = DetailedReplay(trace, pools_of(trace.backend, settings)).peak()
+        trace.kept[key] = DetailedReplay(trace, pools_of(trace.backend, settings), in_place=settings.expandable).peak()
     return trace.kept[key]
 
 
@@ -95,51 +98,8 @@ def pools_of(backend: str, settings: AllocatorSettings = _DEFAULT) -> Pools:
     return kinds[backend]()
 
 
-class _Moves:
-    """The allocations and frees of a trace, as replays need them; made once for a trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        events = trace.events
-        works = (index for index, event in enumerate(events) if isinstance(event, Work) and event.phase != "setup")
-        self.first = next(works, len(events))
-        self.setup = [event for event in events[: self.first] if isinstance(event, Take)]
-        self.step = events[self.first :]
-        self.takes = {event.storage: event for event in events if isinstance(event, Take)}
-        freed = {event.storage for event in self.step if isinstance(event, Give)} if trace.replayed else None
-        # gradients that come with the first step's backward pass; those of recorded graphs lie in a buffer that exists before
-        self.renewed = {
-            one.storage for one in self.setup if one.category == "gradients" and (freed is None or one.storage in freed)
-        }
-        # place in the step, storage, and the allocation; None for a free
-        self.moves = [
-            (at, event.storage, event if isinstance(event, Take) else None)
-            for at, event in enumerate(self.step)
-            if not isinstance(event, Work)
-        ]
-        self.beginnings = self._beginnings()
-
-    @classmethod
-    def of(cls, trace: Trace) -> "_Moves":
-        """Return the moves of a trace."""
-        if "moves" not in trace.kept:
-            trace.kept["moves"] = cls(trace)
-        return trace.kept["moves"]
-
-    def _beginnings(self) -> dict[int, list[Take]]:
-        """Return the storages that the first step is the first to take, by the event they precede.
-
-        These are the optimizer's state and the workspaces of libraries.
-        """
-        works = [index for index, event in enumerate(self.step) if isinstance(event, Work)]
-        found: dict[int, list[Take]] = defaultdict(list)
-        for take in self.setup:
-            if take.since is not None and take.since < len(works):
-                after = range(works[take.since] + 1, len(self.step))
-                found[next((at for at in after if not isinstance(self.step[at], Take)), len(self.step))].append(take)
-        steps = next((at for at in works if self.step[at].phase == "optimizer step"), None)  # type: ignore[union-attr]
-        if steps is not None:
-            found[steps] += [take for take in self.setup if take.category == "optimizer state"]
-        return found
+class FullError(Exception):
+    """No place is left for a block within a limit."""
 
 
 class Replay:
@@ -148,14 +108,16 @@ class Replay:
     Args:
         trace: A step in steady state.
         pools: Empty pools.
+        in_place: Whether gradients of split batches keep their memory after the first step, as they do in segments that expand.
     """
 
-    def __init__(self, trace: Trace, pools: Pools) -> None:
-        self._pools, self._is_metal, moves = pools, trace.backend == "mps", _Moves.of(trace)
+    def __init__(self, trace: Trace, pools: Pools, *, in_place: bool = False) -> None:
+        self._pools, self._is_metal, moves = pools, trace.backend == "mps", Moves.of(trace)
         self._addresses: Addresses | None = getattr(pools, "addresses", None)
         self._stream, self._has_streams = 0, trace.backend in ("cuda", "rocm")
         self._beginnings, self._first, self._setup, self._step = moves.beginnings, moves.first, moves.setup, moves.step
-        self._moves, self._takes, self._renewed = moves.moves, moves.takes, moves.renewed
+        self._first_moves, self._steady_moves = moves.moves, moves.in_place if in_place else moves.moves
+        self._takes, self._renewed = moves.takes, moves.renewed
         self._rounded: dict[int, int] = {}
         self._blocks: dict[int, Block] = {}
         self._reserved = 0
@@ -175,10 +137,12 @@ class Replay:
         if self._is_metal:
             self._leave_scalar()
         self._take_all(take for take in first if take.category not in _LASTING)
-        self._replay(beginnings)
-        for _ in range(_STEADY_STEPS):
+        self._replay(self._first_moves, beginnings)
+        for step in range(_STEADY_STEPS):
             self._carry_over()
-            self._replay({})
+            if step == 0 and self._steady_moves is not self._first_moves:
+                self._pack()
+            self._replay(self._steady_moves, {})
 
     def _leave_scalar(self) -> None:
         """Free the block of a scalar that Lightning compares on the device before the first batch.
@@ -190,10 +154,10 @@ class Replay:
         size = self._pools.rounded(1)
         self._pools.give_back(self._pools.reuse(size) or self._pools.place(size, pressed=False))
 
-    def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
+    def _replay(self, moves: Iterable[Move], beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
         due, take, give = sorted(beginnings, reverse=True), self._take, self._give
-        for at, storage, taken in self._moves:
+        for at, storage, taken in moves:
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
             if taken is None:
@@ -219,6 +183,27 @@ class Replay:
             for storage in storages:
                 self._give(storage)
         self._take_all(take for take in missing if take.storage not in self._blocks)
+
+    def _pack(self) -> None:
+        """Move gradients and optimizer state to lower addresses, as a run does after its first step."""
+        pools, left = self._pools, list[Block]()
+        pools.release()
+        movable = [one for one in self._blocks.items() if self._takes[one[0]].category in _PACKED]
+        for storage, block in sorted(movable, key=lambda one: one[1].at, reverse=True):
+            if block.home.small:
+                continue
+            try:
+                copy = pools.reuse(block.size) or pools.place(block.size, pressed=False)
+            except FullError:
+                break
+            if copy.at < block.at:
+                left.append(block)
+                self._blocks[storage] = copy
+            else:
+                pools.give_back(copy)
+        for block in left:
+            pools.give_back(block)
+        pools.release()
 
     def _take_all(self, takes: Iterable[Take]) -> None:
         for take in takes:
@@ -252,8 +237,8 @@ class Replay:
 class DetailedReplay(Replay):
     """Replay that also counts the bytes in blocks, by category and after each event."""
 
-    def __init__(self, trace: Trace, pools: Pools) -> None:
-        super().__init__(trace, pools)
+    def __init__(self, trace: Trace, pools: Pools, *, in_place: bool = False) -> None:
+        super().__init__(trace, pools, in_place=in_place)
         self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._total = self._most = self._index = self._last = self._at = 0
         self._at_most: dict[Category, int] = {}
@@ -273,11 +258,11 @@ class DetailedReplay(Replay):
         )
 
     @override
-    def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
+    def _replay(self, moves: Iterable[Move], beginnings: Mapping[int, list[Take]]) -> None:
         due, first, levels = sorted(beginnings, reverse=True), self._first, self._levels
         take, give = self._take, self._give
         self._note_level(-1)
-        for at, storage, taken in self._moves:
+        for at, storage, taken in moves:
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
                 self._note_level(at)

@@ -1,13 +1,12 @@
-"""Traces of steps whose gradients lie in one buffer from step to step, as those of recorded CUDA graphs do."""
+"""Traces of steps whose gradients keep their memory from step to step."""
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeGuard
 
 from lightning_unified.cost_model.trace.trace import Event, Give, Take, Work
 
-__all__ = ["with_gradient_buffer"]
+__all__ = ["added_at_once", "with_gradient_buffer"]
 
 
 def with_gradient_buffer(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -23,24 +22,32 @@ def with_gradient_buffer(events: Iterable[Event]) -> tuple[Event, ...]:
     buffer = {one.storage for one in found[:first] if _is_gradient(one)}
     if not buffer:  # no steady state: no gradient is there when the step begins
         return tuple(found)
-    return (*found[:first], *_added_at_once(found[first:], buffer))
+    return (*found[:first], *(event for _, event in added_at_once(found[first:], buffer)))
 
 
-def _added_at_once(step: list[Event], buffer: set[int]) -> list[Event]:
-    """Return the step with its gradients as temporaries, and without frees of the buffer."""
+def added_at_once(step: Iterable[Event], buffer: Collection[int]) -> Iterator[tuple[int, Event]]:
+    """Yield the events of a step with its gradients as temporaries.
+
+    The storages in `buffer` are not freed. Each event comes with its place in `step`. A gradient is freed before the operation that follows, or, where a forward pass makes it, before
+    the first one of the backward pass. The free has the place of that operation.
+    """
+    step = list(step)
     own = {one.storage for one in step if _is_gradient(one)}
-    events: list[Event] = []
-    due: defaultdict[str, list[Event]] = defaultdict(list)  # frees, by the phase whose next operation they precede
-    for event in step:
+    due: list[Give] = []
+    phase = ""
+    for at, event in enumerate(step):
         if isinstance(event, Work):
-            events += due.pop(event.phase, [])
-            events.append(event)
+            if "backward" in (phase, event.phase):
+                yield from ((at, give) for give in due)
+                due = []
+            phase = event.phase
+            yield at, event
         elif isinstance(event, Take) and event.storage in own:
-            events.append(replace(event, category="temporaries"))
-            due["backward"].append(Give(storage=event.storage))
-        elif not (isinstance(event, Give) and event.storage in own | buffer):
-            events.append(event)
-    return [*events, *(give for gives in due.values() for give in gives)]
+            yield at, replace(event, category="temporaries")
+            due.append(Give(storage=event.storage))
+        elif not (isinstance(event, Give) and (event.storage in own or event.storage in buffer)):
+            yield at, event
+    yield from ((len(step) - 1, give) for give in due)
 
 
 def _is_gradient(event: Event) -> TypeGuard[Take]:

@@ -26,12 +26,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RecomputationError
-from lightning_unified.nn.cuda_graphs import gather_gradients
+from lightning_unified.nn.cuda_graphs import gather_gradients, may_be_recorded
 from lightning_unified.nn.second_run.runs import named_errors
 from lightning_unified.step.device_gradients import DeviceGradientCheck
 from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter, ReweightedError
-from lightning_unified.step.loop.closure import MicroBatchClosure, ZeroGrad, order_of_zeroing
+from lightning_unified.step.loop.closure import MicroBatchClosure, ZeroGrad, order_of_zeroing, overrides
+from lightning_unified.step.loop.gradient_places import GradientPlaces
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_batch import WholeBatch
 from lightning_unified.step.loop.window import WindowTerms
@@ -76,6 +77,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
         self._attempt: Attempt | None = None  # None where steps are not repeated
+        self._places, self._in_place = GradientPlaces(), False
         self._phase = "forward"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,6 +120,8 @@ class UnifiedOptimization(_AutomaticOptimization):
                 outputs = super().run(optimizer, batch_idx, kwargs)
         if self._window is not None:
             self._window.done()
+        if self._in_place:
+            self._places.pack(optimizer)
         self._policy.batch_done(shape)
         if self._planner is not None:
             self._planner.batch_done()
@@ -227,11 +231,14 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._phase = "backward"
         if first and self._attempt is not None:
             self._attempt.gradients.hold()
+        if first:
+            self._places.give()
         if self._window is not None:
             share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
         leaves = self.leaves() if first else ()
         arguments = (loss, optimizer, share, first, leaves, kept)
         scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", *arguments)
+        self._places.settle()
         gather_gradients(self.trainer.lightning_module)
         self._phase = "forward"
         return scaled
@@ -240,12 +247,26 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the object that zeroes gradients; None if the batch opens no accumulation window."""
         attempt = self._attempt
         keeps = attempt is not None and not attempt.zeroing  # once, if an optimizer runs its closure again
+        self._places.forget()
+        self._in_place = zero_grad is not None and self._keeps_places(micro_batches)
+        if zero_grad is not None and self._in_place:
+            trained = [one for optimizer in self.trainer.optimizers for one in self._trained(optimizer)]
+            zero_grad = partial(self._places.zero, zero_grad, trained)
         zeroing = order_of_zeroing(
             zero_grad, self.trainer, leaves=self.leaves(), micro_batches=micro_batches, keeps=keeps
         )
         if attempt is not None and zeroing is not None:
             attempt.zeroing.append(zeroing)
         return zeroing
+
+    def _keeps_places(self, micro_batches: int) -> bool:
+        """Return whether the gradients of a batch keep their memory over `zero_grad`.
+
+        They do in segments that expand, unless a user's hook sees `zero_grad` or recordings have a gradient buffer.
+        """
+        if micro_batches == 1 or not self._policy.watch.expands or overrides(self.trainer, "on_before_zero_grad"):
+            return False
+        return not may_be_recorded(self.trainer.lightning_module)
 
     def leaves(self) -> Sequence[Tensor]:
         """Return the tensors that get gradients, besides the optimizers' parameters."""

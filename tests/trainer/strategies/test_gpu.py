@@ -97,6 +97,40 @@ def test_segments_expand_where_a_batch_does_not_fit(own, monkeypatch):
     assert strategy.plan.predicted_peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.02)
 
 
+class Deep(L.LightningModule):
+    """Twelve layers whose gradients take memory that activations leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+        self.addresses, self.retries = [], []
+
+    def training_step(self, batch, batch_idx):
+        return (self.layers(batch) - batch).pow(2).mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.addresses.append([one.grad.data_ptr() for one in self.parameters() if one.dim() > 1])
+        self.retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(1024, 512, 1024), batch_size=64)
+
+
+def test_gradients_keep_their_addresses_where_segments_expand():
+    torch.cuda.empty_cache()
+    strategy, module = UnifiedStrategy(budget=1200 * MIB, check_split=False), Deep()
+    L.Trainer(strategy=strategy, max_steps=8, **QUIET).fit(module)
+
+    assert "segments" in strategy.plan.reasons
+    assert strategy.recoveries == 0
+    assert strategy.micro_batch_size < 64
+    assert all(addresses == module.addresses[1] for addresses in module.addresses[1:])
+    assert module.retries[-1] == module.retries[2], "no step returns pages to the driver"
+
+
 def test_micro_batches_give_the_gradients_of_the_whole_on_a_gpu():
     losses = {}
     for size in (64, 24, 7):
