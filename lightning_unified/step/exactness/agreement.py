@@ -9,6 +9,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.facts.labels import Scoring
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import (
     LossRule,
@@ -38,17 +39,22 @@ class AgreedRules:
         self.agreeing: list[LossRule] = []
         self._rejected: set[str] = set()
 
-    def candidates(self, batch: Any, rows: int, ignored: Collection[int] = ()) -> list[LossRule]:
+    def candidates(
+        self, batch: Any, rows: int, ignored: Collection[int] = (), scorings: Collection[Scoring] = ()
+    ) -> list[LossRule]:
         """Return the loss rules that may hold for this batch.
 
         A declared rule is the only one. Otherwise these are the rules that agreed before, and the candidates of this batch that no check
-        rejected. `ignored` holds labels that the module's losses are known to ignore.
+        rejected. `ignored` holds labels that the module's losses are known to ignore, and `scorings` how they are known to score labels.
         """
         if (own := declared(self._rules)) is not None:
             return [own]
-        known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows, ignored))}
+        known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows, ignored, scorings))}
         known = {rule.name: rule for rule in guesses(batch, rows)} | known
-        return sorted((one for name, one in known.items() if name not in self._rejected), key=lambda one: one.is_guess)
+        # class weights that the loss has now may be those of an earlier epoch, which a check of the next one rejected
+        present = {one.weights for one in scorings if one.weights}
+        open_ = (one for name, one in known.items() if name not in self._rejected or one.class_weights in present)
+        return sorted(open_, key=lambda one: one.is_guess)
 
     def add(self, found: Findings) -> None:
         """Record the findings of a conclusive check."""

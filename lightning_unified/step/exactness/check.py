@@ -284,7 +284,7 @@ class ExactnessCheck:
         most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
         return Check(
             kwargs=asked.kwargs,
-            rules=self._agreed.candidates(asked.batch, asked.rows, self.host_figures.ignored),
+            rules=self._agreed.candidates(asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings),
             rows=asked.rows,
             unit=asked.unit,
             micro_batch_size=asked.micro_batch_size,
@@ -312,22 +312,23 @@ class ExactnessCheck:
         if self._verdict is not None:
             self._verdict = replace(self._verdict.under(self._agreed.keep(left)), unmergeable=self._unmergeable)
 
-    def _findings(self, asked: Request) -> tuple[Findings | str, Sequence[LossRule]]:
+    def _findings(self, asked: Request, tries: int = 3) -> tuple[Findings | str, Sequence[LossRule]]:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""
-        check = self._new_check(asked)
+        check, known = self._new_check(asked), frozenset(self._runner.scorings)
+        self._runner.scorings.clear()
         with activity("comparing whole and split rows"):
             try:
                 found: Findings | str | SplitError = self._examination.findings(check)
             except SplitError as refusal:
                 found = refusal
-        ignored = self._runner.ignored_labels - self.host_figures.ignored
-        self.host_figures.ignored |= ignored
+        self.host_figures.ignored |= {one.ignore_index for one in self._runner.scorings}
         try:
             return self._group.agreed(found, check.rules), check.rules
         except SplitError as refusal:
-            if not (ignored and refusal.is_for_rules):  # else no rule left out the labels that the loss ignores
+            # unless no rule left out the labels that the loss ignores, or knew its class weights
+            if tries == 1 or self._runner.scorings <= known or not refusal.is_for_rules:
                 raise
-        return self._findings(asked)
+        return self._findings(asked, tries - 1)
 
     def _check(self, asked: Request) -> range:
         """Check a batch, and return the rows that ran; none if the check is undecided."""

@@ -1,7 +1,8 @@
 """Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, lengths_of, named_tensors
 from lightning_unified.step.exactness.facts.figures import IGNORED
+from lightning_unified.step.exactness.facts.labels import Scoring
 from lightning_unified.step.exactness.facts.terms import Terms
 from lightning_unified.step.results.merging import MicroBatchWeights
 
@@ -33,6 +35,7 @@ _LABELS = ("labels", "label", "targets", "target")
 _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
 _ROUNDING = 1e-9  # largest difference of two equal shares
+_NAMED = 4  # class weights that a rule's name shows
 _DECLARED = ("loss_weight", "loss_is_sum")
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
@@ -59,6 +62,11 @@ class LossRule:
         """Whether the rule counts the terms by one field, on whatever device that is."""
         return isinstance(self.count, Terms)
 
+    @property
+    def class_weights(self) -> tuple[float, ...]:
+        """The weight of each class, if the rule counts by class."""
+        return self.count.weights if isinstance(self.count, Terms) else ()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the rule for a checkpoint; a declared rule is saved by its name only."""
         terms = asdict(self.count) if isinstance(self.count, Terms) else None
@@ -72,10 +80,12 @@ def declared(rules: MicroBatchRules) -> LossRule | None:
     return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
 
 
-def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[LossRule]:
+def candidates(
+    batch: Any, rows: int, ignored: Collection[int] = (), scorings: Collection[Scoring] = ()
+) -> list[LossRule]:
     """Return the loss rules that may hold for a batch, the commonest first.
 
-    `ignored` holds labels that the module's losses are known to ignore.
+    `ignored` holds labels that the module's losses are known to ignore, and `scorings` how they are known to score labels.
 
     1. Rows.
     2. Scored labels: entries other than -100 of an integer field named `labels`, `label`, `targets` or `target`; and the same without each
@@ -86,7 +96,8 @@ def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[Los
        positions and counts must be in fields that are named so.
     5. For a floating-point field with missing values: entries that are finite, and rows all of whose entries are.
     6. Nodes and edges of graphs.
-    7. No weights: losses that are sums.
+    7. Sums of the class weights of an integer field.
+    8. No weights: losses that are sums.
     """
     found = [LossRule("rows")]
     later: list[LossRule] = []
@@ -103,6 +114,7 @@ def candidates(batch: Any, rows: int, ignored: Collection[int] = ()) -> list[Los
         for parts in ("nodes", "edges")
         if isinstance(getattr(graphs, f"num_{parts}", None), int)
     ]
+    later += [rule for one in scorings if one.weights for rule in _weighted(batch, rows, one)]
     return [*found, *later, LossRule("sum", adds=True)]
 
 
@@ -170,6 +182,22 @@ def _of_leaf(path: str, tensor: Tensor, ignored: Collection[int], *, skip: int |
         for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
     ]
     return [*counted, LossRule(f"sum of {path!r}", Terms(path))] if _is_count(path, tensor) else counted
+
+
+def _weighted(batch: Any, rows: int, by: Scoring) -> Iterator[LossRule]:
+    """Yield the rules that weight the entries of integer fields by their class."""
+    few = ", ".join(f"{weight:.6g}" for weight in by.weights)
+    named = few if len(by.weights) <= _NAMED else f"of {len(by.weights)} classes ({zlib.crc32(few.encode()):08x})"
+    for path, tensor in named_tensors(batch):
+        is_plain = tensor.layout is torch.strided and tensor.dtype in _INTEGERS and tensor.dim() and tensor.numel()
+        if not is_plain or tensor.shape[0] != rows:
+            continue
+        terms = Terms(path, by.ignore_index, weights=by.weights)
+        low, high = (int(one) for one in tensor.aminmax())
+        if low >= min(0, by.ignore_index) and high < max(len(by.weights), by.ignore_index + 1):
+            yield LossRule(f"class weights {named} of {path!r}", terms)
+            if tensor.dim() == 2 and tensor.shape[1] > 1:
+                yield LossRule(f"class weights {named} of {path!r}, shifted", replace(terms, is_shifted=True))
 
 
 def _without_missing(path: str, tensor: Tensor) -> list[LossRule]:

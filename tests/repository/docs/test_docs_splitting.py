@@ -57,7 +57,7 @@ def test_every_example_runs_and_trains_as_the_whole_batch(page):
 
 
 def test_without_its_rules_an_example_is_refused(page):
-    examples = [page[name] for name in ("ClassWeighted", "Groups", "Contrastive", "Norm", "Unchecked", "Theirs")]
+    examples = [page[name] for name in ("Weighted", "Groups", "Contrastive", "Norm", "Unchecked", "Theirs")]
     loader = page["batches"](x=page["x"], y=page["y"], weight=torch.rand(64))
     for kind in examples:
         with pytest.raises(SplitError):

@@ -14,6 +14,8 @@ A fact tells which sides the micro-batches of a batch have, and how their number
 | are proportional to the micro-batches' loss terms, or to their rows | the divisor of a sum over rows |
 | vary otherwise | a divisor that counts some of the rows |
 
+The class weights of labels have to be proportional to the loss terms. A fact of others holds these weights, so that each change asks for a comparison.
+
 A loss of rows one by one may bend each row's term: that is no mistake, so facts only ask for a comparison.
 """
 
@@ -24,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.bent_nodes import LIMIT, NUMBER, PLACES, figures_of
+from lightning_unified.step.exactness.facts.bent_nodes import LIMIT, PLACES, figures_of
 from lightning_unified.step.exactness.facts.graph import GraphFact, graph_near
+from lightning_unified.step.exactness.facts.labels import NUMBER, WEIGHED
 from lightning_unified.step.exactness.facts.levels import Levels
 
 __all__ = ["LossBends", "are_mixed"]
@@ -185,6 +188,9 @@ def _noted(
         counts: The loss terms and the rows of each micro-batch.
     """
     sides = frozenset(values)
+    if name.endswith(WEIGHED):
+        is_counted = _are_proportional([total for total, _ in values], [terms for terms, _ in counts])
+        return ("terms", False) if is_counted else (("other weights", values[0][1]), True)
     if name.endswith(NUMBER):
         kind = _variation(values, counts)
         return kind, kind != "equal"
@@ -206,6 +212,13 @@ def _variation(values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float
         ):
             return kind
     return "apart"
+
+
+def _are_proportional(numbers: Sequence[float], terms: Sequence[float]) -> bool:
+    return all(
+        isclose(one * sum(terms), count * sum(numbers), rel_tol=_ROUNDING)
+        for one, count in zip(numbers, terms, strict=True)
+    )
 
 
 def _are_equal(numbers: Sequence[float]) -> bool:

@@ -9,26 +9,24 @@
 | multiplication by a few numbers, or division; a power, a factor of a sum | the number, or one computed from a few |
 | multiplication by several factors, or division | whether they are equal |
 | masked_fill, a mask as an index, labels that a cross-entropy ignores | whether some entries are left out, and whether some are not |
-| class weights of a cross-entropy | the mean, the smallest and the largest weight of a scored label |
+| class weights of a cross-entropy | the sum, the mean, the smallest and the largest weight of a scored label |
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unified.nn.cross_entropy.scored_labels import ScoredLabels, scored_labels_of
+from lightning_unified.step.exactness.facts.labels import NUMBER, figures_of_labels, labels_of, saved
 
-__all__ = ["LIMIT", "NUMBER", "PLACES", "figures_of", "ignored_labels"]
+__all__ = ["LIMIT", "NUMBER", "PLACES", "figures_of"]
 
 _MOST = 4096  # entries of a bent tensor; larger ones hold positions of rows, not means over rows
 _FEW = 16  # values of which the largest is taken, such as the losses of some tasks
 _FLAT = 8.0  # softplus(x) is 0 or x up to 3e-4 beyond
 
-NUMBER = " by a number"
 PLACES = " at some places"
 LIMIT = " up to a limit"
 
@@ -43,8 +41,8 @@ def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name} by equal factors", (low == high).float().expand(2)
             if (number := _number_of(node, name)) is not None:
                 yield name + NUMBER, number.reshape(1).expand(2)
-            elif (labels := _labels_of(node)) is not None:
-                yield from ((f"{name} {what}", pair) for what, pair in _figures_of_labels(labels))
+            elif (labels := labels_of(node)) is not None:
+                yield from ((f"{name} {what}", pair) for what, pair in figures_of_labels(labels))
             elif name in _SIDES:
                 sides = _SIDES[name](node)
                 if sides is not None and 0 < sides.numel() <= _MOST:
@@ -56,10 +54,10 @@ def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _limited(node: Any, name: str) -> Iterator[Tensor]:
     """Yield the one value that a node bends, beside each limit of it."""
-    value = _saved(node, "self") if name in _LIMITS else None
+    value = saved(node, "self") if name in _LIMITS else None
     if not isinstance(value, Tensor) or value.numel() != 1:
         return
-    for limit in (_saved(node, attribute) for attribute in _LIMITS[name]):
+    for limit in (saved(node, attribute) for attribute in _LIMITS[name]):
         if limit is not None and (not isinstance(limit, Tensor) or limit.numel() == 1):
             yield torch.stack((value.reshape(()), torch.as_tensor(limit).to(value).reshape(())))
 
@@ -97,7 +95,7 @@ def _constant_of(node: Any, operands: tuple[str, ...]) -> Any:
     """Return the one of a node's two operands to which no gradient flows; None if there is none."""
     first, second = (before for before, _ in node.next_functions[:2])
     which = operands[1] if second is None else operands[0] if first is None else None
-    return None if which is None else _saved(node, which)
+    return None if which is None else saved(node, which)
 
 
 def _factors_of(node: Any, name: str) -> Tensor | None:
@@ -129,61 +127,13 @@ def _told_apart(few: Tensor) -> Tensor:
     return (few.reshape(-1).float() * weights).sum()
 
 
-_LABELS = ("NllLossBackward0", "NllLoss2DBackward0")
-
-
-def _labels_of(node: Any) -> ScoredLabels | None:
-    """Return the labels of a cross-entropy; None for other nodes, and where they would be computed again."""
-    if node.name() not in _LABELS:
-        return scored_labels_of(node)
-    labels, ignored, weight = _saved(node, "target"), _saved(node, "ignore_index"), _saved(node, "weight")
-    if not isinstance(labels, Tensor):
-        return None
-    ignored -= 1 << 64 if ignored >> 63 else 0  # autograd's nodes return -100 as an unsigned integer
-    return ScoredLabels(labels=labels, ignore_index=ignored, weight=weight if isinstance(weight, Tensor) else None)
-
-
-def ignored_labels(nodes: Iterable[Any]) -> set[int]:
-    """Return the labels that the cross-entropies among autograd's nodes do not score."""
-    found: set[int] = set()
-    for node in nodes:
-        with suppress(RuntimeError):  # the labels were written in place
-            if (labels := _labels_of(node)) is not None:
-                found.add(labels.ignore_index)
-    return found
-
-
-def _figures_of_labels(found: ScoredLabels) -> Iterator[tuple[str, Tensor]]:
-    """Yield on which sides labels lie, scored or ignored, and figures of the class weights of the scored ones."""
-    labels, weight = found.labels, found.weight
-    if not labels.numel():
-        return
-    scored = labels != found.ignore_index
-    yield "with labels that are ignored", torch.stack((scored.all(), scored.any())).float()
-    if weight is not None:
-        weights = weight.detach().float()[labels.clamp(min=0, max=len(weight) - 1)]
-        mean = weights.masked_fill(~scored, 0).sum() / scored.sum().clamp(min=1)
-        yield f"with class weights{NUMBER}", mean.reshape(1).expand(2)
-        extremes = weights.masked_fill(~scored, inf).min(), weights.masked_fill(~scored, -inf).max()
-        yield f"with extreme class weights{NUMBER}", torch.stack(extremes)
-
-
-def _saved(node: Any, name: str) -> Any:
-    """Return a value that a node keeps for its backward pass; None where a hook would compute it again."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if not isinstance(raw, tuple) and raw is not None and getattr(raw, "unpack_hook", raw) is not None:
-        return None
-    value = getattr(node, f"_saved_{name}", None)
-    return value.detach() if isinstance(value, Tensor) else value
-
-
 def _between(low: str, high: str, node: Any) -> Tensor | None:
     """Return whether each entry is below a range, in it or above it."""
-    value = _saved(node, "self")
+    value = saved(node, "self")
     if not isinstance(value, Tensor) or value.numel() > _MOST:
         return None
     sides = torch.zeros_like(value, dtype=torch.float32)
-    for limit, side in ((_saved(node, low), -1.0), (_saved(node, high), 1.0)):
+    for limit, side in ((saved(node, low), -1.0), (saved(node, high), 1.0)):
         if limit is not None:
             sides = torch.where(value < limit if side < 0 else value > limit, side, sides)
     return sides
@@ -191,7 +141,7 @@ def _between(low: str, high: str, node: Any) -> Tensor | None:
 
 def _above(name: str, limit: str | None = None) -> Callable[[Any], Tensor | None]:
     def sides(node: Any) -> Tensor | None:
-        value, over = _saved(node, name), 0.0 if limit is None else _saved(node, limit)
+        value, over = saved(node, name), 0.0 if limit is None else saved(node, limit)
         if not isinstance(value, Tensor) or value.numel() > _MOST or over is None:
             return None
         return (value > over).float()
@@ -203,8 +153,8 @@ def _few_above(name: str, limit: float | str = 0.0) -> Callable[[Any], Tensor | 
     """Return a function that tells on which side of a limit, and of its negative, a few values lie."""
 
     def sides(node: Any) -> Tensor | None:
-        value = _saved(node, name)
-        edge = abs(float(_saved(node, limit))) if isinstance(limit, str) else limit
+        value = saved(node, name)
+        edge = abs(float(saved(node, limit))) if isinstance(limit, str) else limit
         if not isinstance(value, Tensor) or value.numel() > _FEW:
             return None
         return (value > edge).float() - (value < -edge).float()
@@ -213,75 +163,75 @@ def _few_above(name: str, limit: float | str = 0.0) -> Callable[[Any], Tensor | 
 
 
 def _few_larger(node: Any) -> Tensor | None:
-    value, other = _saved(node, "self"), _saved(node, "other")
+    value, other = saved(node, "self"), saved(node, "other")
     if not (isinstance(value, Tensor) and isinstance(other, Tensor)) or max(value.numel(), other.numel()) > _FEW:
         return None
     return (value > other).float()
 
 
 def _on_softplus(node: Any) -> Tensor | None:
-    value = _saved(node, "self")
+    value = saved(node, "self")
     if not isinstance(value, Tensor) or value.numel() > _FEW:
         return None
-    scaled = value * float(_saved(node, "beta"))
+    scaled = value * float(saved(node, "beta"))
     return (scaled > _FLAT).float() - (scaled < -_FLAT).float()
 
 
 def _order(node: Any) -> Tensor | None:
-    places = _saved(node, "indices")
+    places = saved(node, "indices")
     return _told_apart(places) if isinstance(places, Tensor) and 0 < places.numel() <= _FEW else None
 
 
 def _largest(node: Any) -> Tensor | None:
-    value = _saved(node, "self")
+    value = saved(node, "self")
     return value.reshape(-1).argmax().float() if isinstance(value, Tensor) and value.numel() <= _FEW else None
 
 
 def _is_masked(node: Any) -> Tensor | None:
-    mask = _saved(node, "mask")
+    mask = saved(node, "mask")
     return mask.any().float() if isinstance(mask, Tensor) else None
 
 
 def _takes_all(node: Any) -> Tensor | None:
     """Return whether the indices of a node take all entries of the dimensions that they index."""
     if node.name() == "MaskedSelectBackward0":
-        mask = _saved(node, "mask")
+        mask = saved(node, "mask")
         return mask.all().float() if isinstance(mask, Tensor) else None
-    saved, sizes = _saved(node, "indices") or (), _saved(node, "self_sym_sizes")
-    indices = [one for one in saved if one is not None]
+    places, sizes = saved(node, "indices") or (), saved(node, "self_sym_sizes")
+    indices = [one for one in places if one is not None]
     if not indices:
         return None
     if len(indices) == 1 and indices[0].dtype in (torch.bool, torch.uint8):
         return indices[0].all().float()
-    size = max(sizes[place] for place, one in enumerate(saved) if one is not None)
+    size = max(sizes[place] for place, one in enumerate(places) if one is not None)
     return torch.tensor(float(max(one.numel() for one in indices) >= size))
 
 
 def _far(limit: str) -> Callable[[Any], Tensor | None]:
     def sides(node: Any) -> Tensor | None:
-        value, target = _saved(node, "self"), _saved(node, "target")
+        value, target = saved(node, "self"), saved(node, "target")
         if not (isinstance(value, Tensor) and isinstance(target, Tensor)) or value.numel() > _MOST:
             return None
         off = value - target
-        return (off > _saved(node, limit)).float() - (off < -_saved(node, limit)).float()
+        return (off > saved(node, limit)).float() - (off < -saved(node, limit)).float()
 
     return sides
 
 
 def _chosen(node: Any) -> Tensor | None:
-    value, best = _saved(node, "self"), _saved(node, "result")
+    value, best = saved(node, "self"), saved(node, "result")
     if not (isinstance(value, Tensor) and isinstance(best, Tensor)) or value.numel() > _FEW or best.numel() != 1:
         return None
     return (value == best).reshape(-1).float().argmax().float()
 
 
 def _place(node: Any) -> Tensor | None:
-    places = _saved(node, "indices")
+    places = saved(node, "indices")
     return places.float() if isinstance(places, Tensor) and places.numel() == 1 else None
 
 
 def _condition(node: Any) -> Tensor | None:
-    condition = _saved(node, "condition")
+    condition = saved(node, "condition")
     return condition.float() if isinstance(condition, Tensor) and condition.numel() <= _MOST else None
 
 

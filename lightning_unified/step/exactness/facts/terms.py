@@ -34,6 +34,7 @@ class Terms:
         size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
         kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, or `"lengths"` of the rows'
             entries; empty for none.
+        weights: The weight of each class, if the entries are classes; then the number of terms is the sum of their weights.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Terms:
     is_shifted: bool = False
     size: str = ""
     kind: str = ""
+    weights: tuple[float, ...] = ()
 
     def __call__(self, micro_batch: Any) -> Any:
         """Return the number of terms; 0 if the micro-batch lacks the field.
@@ -58,4 +60,8 @@ class Terms:
         if self.kind in _MARKS:
             leaf = _MARKS[self.kind](leaf)
         terms = leaf if self.left_out is None else leaf != self.left_out
-        return terms.sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
+        dtype = torch.float64 if leaf.device.type == "cpu" else torch.float32
+        if self.weights:
+            weights = torch.tensor(self.weights, dtype=dtype, device=leaf.device)
+            terms = weights[leaf.long().clamp(0, len(weights) - 1)] * terms
+        return terms.sum(dtype=dtype)

@@ -19,8 +19,8 @@ from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
-from lightning_unified.step.exactness.facts.bent_nodes import ignored_labels
 from lightning_unified.step.exactness.facts.graph import graph_near
+from lightning_unified.step.exactness.facts.labels import Scoring, scorings
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import CheckGroup
@@ -72,7 +72,7 @@ class Runner:
         draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
         allows_batch_norm: Whether BatchNorm may mix rows in training; runs then have it in eval mode.
         counters: The counters of the run's progress that the step reads.
-        ignored_labels: The labels that losses of the step ignore.
+        scorings: How losses of the step score labels.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Runner:
         self.module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = self.allows_batch_norm = self._has_run = False
         self.counters = Counters()
-        self.ignored_labels: set[int] = set()
+        self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
         self._renormed = RenormedRows()
         self._state = state_of_step(trainer)
@@ -172,7 +172,7 @@ class Runner:
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
-            self.ignored_labels |= ignored_labels(graph_near(loss)[1])
+            self.scorings |= scorings(graph_near(loss)[1])
             if (renormed := used_otherwise(loss, filter(self._renormed.wrote, parameters))) is not None:
                 raise refusal_of_renormed(type(self.module).__name__, self._named(renormed))
             versions = [parameter._version for parameter in parameters]

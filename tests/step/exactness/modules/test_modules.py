@@ -152,14 +152,15 @@ def test_modules_that_draw_are_decided(kind):
     assert any("random draws" in event for event in strategy.events)
 
 
-class NoisyWeighted(ClassWeighted):
-    """Its classes have weights, behind dropout and noise."""
+class NoisyShares(Net):
+    """Its rows count by their share of the batch, behind dropout and noise."""
 
     def make_middle(self):
         return nn.Dropout(0.3)
 
     def loss(self, out, batch):
-        return super().loss(out + torch.randn_like(out), batch)
+        shares = batch["x"][:, 0].softmax(0)
+        return (F.cross_entropy(out + torch.randn_like(out), batch["y"], reduction="none") * shares).sum()
 
 
 class Mixup(Net):
@@ -169,7 +170,7 @@ class Mixup(Net):
         return 0.7 * F.cross_entropy(out, batch["y"]) + 0.3 * F.cross_entropy(out, batch["y"][other])
 
 
-@pytest.mark.parametrize("kind", [NoisyWeighted, Mixup])
+@pytest.mark.parametrize("kind", [NoisyShares, Mixup])
 def test_random_draws_hide_no_mixing_of_rows(kind):
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
         run(kind)
