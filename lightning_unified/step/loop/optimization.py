@@ -262,9 +262,11 @@ class UnifiedOptimization(_AutomaticOptimization):
     def _keeps_places(self, micro_batches: int) -> bool:
         """Return whether the gradients of a batch keep their memory over `zero_grad`.
 
-        They do in segments that expand, unless a user's hook sees `zero_grad` or recordings have a gradient buffer.
+        They do in segments that expand, unless a user's hook sees `zero_grad`, recordings have a gradient buffer, or further batches of a
+        window make their gradients apart.
         """
-        if micro_batches == 1 or not self._policy.watch.expands or overrides(self.trainer, "on_before_zero_grad"):
+        splits_alone = micro_batches > 1 and self.trainer.accumulate_grad_batches == 1
+        if not (splits_alone and self._policy.watch.expands) or overrides(self.trainer, "on_before_zero_grad"):
             return False
         return not may_be_recorded(self.trainer.lightning_module)
 
