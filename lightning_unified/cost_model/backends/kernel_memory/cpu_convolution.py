@@ -4,15 +4,18 @@ oneDNN computes in blocks of 16 channels. It copies operands to that layout and 
 sum that lives at once in its passes: result, gradient of the input, gradient of the weight. With strides, the gradient of the
 input is computed in channels-last and copied twice. In bfloat16, weights' gradients are summed in float32, beside a
 transposed image of each operand, and a one-point kernel sums an image of its result in float32. Operands in channels-last
-layout are not copied.
+layout are not copied, but weights are, padded to blocks in each group: the gradient of depth-wise weights of more than 3 entries a side takes 256
+times the weight. Without blocks are computed groups whose channels are no multiple of 4 (in the backward pass, of 8), and the gradients of such
+depth-wise weights in the usual layout.
 
 In some cases torch does not use oneDNN: float64, one row of a small image, a one-point kernel on one thread. Then torch
 unfolds the input into columns, group by group, and concatenates the groups' results.
 
 Source: measured call by call on one AVX-512 machine without matrix tiles, with one thread (torch 2.13; float32, bfloat16 and
 float64; 1 to 3 dimensions, strided, grouped, transposed). The formula is exact in float32 and within about 40 KiB in
-bfloat16. It overestimates groups of a few channels, and kernels as wide as their stride, whose weights' gradients are matrix
-products without copies. Sums of further threads, up to one weight each in float32, are not modelled. The use of oneDNN
+bfloat16. It overestimates kernels as wide as their stride, whose weights' gradients are matrix products
+without copies. It underestimates kernels of some dozen entries, for which oneDNN unfolds the input, and groups of 9 or more channels that are no
+multiple of 8. Sums of further threads, up to one weight each in float32, are not modelled. The use of oneDNN
 follows `use_mkldnn` in torch's native/Convolution.cpp.
 """
 
@@ -29,7 +32,8 @@ from lightning_unified.cost_model.backends.kernel_memory.convolution import is_c
 
 __all__ = ["cpu_convolution", "cpu_convolution_backward"]
 
-_BLOCK, _HALF_BLOCK = 16, 8
+_BLOCK, _HALF_BLOCK, _QUARTER_BLOCK = 16, 8, 4
+_DIRECT, _VOLUME = 3, 3  # most entries a side, and fewer dimensions, of depth-wise kernels with a gradient of their own
 _FEWEST = 4  # least channels of an input at which the gradient of a float32 weight reads it in blocks
 _OWN_ROWS, _OWN_ENTRIES, _OWN_KERNEL = 16, 20480, 3  # torch uses its own kernels below these
 
@@ -68,9 +72,34 @@ class _Convolution:
         return self.half or (large and worth)
 
     @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
+
+    @property
+    def direct(self) -> bool:
+        """Whether oneDNN has a kernel of its own for a depth-wise weight's gradient."""
+        kernel = self.weight.shape[2:]
+        return self.depthwise and not self.dilated and len(kernel) < _VOLUME and max(kernel) <= _DIRECT
+
+    def fills(self, block: int) -> bool:
+        """Return whether the channels of a group fill blocks.
+
+        Otherwise float32 is computed in the layout of the operands.
+        """
+        each = self.weight.shape[0] // self.groups, self.weight.shape[1]
+        is_grouped = self.groups > 1 and not self.depthwise and not self.transposed and not self.half
+        return not is_grouped or not any(channels % block for channels in each)
+
+    @property
     def few(self) -> bool:
         """Whether the input has less than a block of channels; the result then needs no copy."""
         return self.source.shape[1] < _BLOCK and self.groups == 1 and not self.point
+
+    @property
+    def transposes_images(self) -> bool:
+        """Whether each thread transposes an image of the result for a float32 weight's gradient."""
+        is_plane = len(self.weight.shape[2:]) < _VOLUME
+        return self.few and self.source.shape[1] < _FEWEST and self.strided and is_plane and not self.half
 
     @property
     def channels_last_inside(self) -> bool:
@@ -106,7 +135,9 @@ def cpu_convolution(call: Call) -> tuple[int, ...]:
     if not one.by_onednn:
         return _by_groups(one, one.columns, shown=byte_count(output)), _made_contiguous(source)
     if is_channels_last(source):
-        return (_blocked_weight(weight),)
+        return (_weight_of_channels_last(one, most=1),)
+    if not one.fills(_QUARTER_BLOCK):
+        return byte_count(output), _made_contiguous(source)
     sums = output.numel() // output.shape[0] * FLOAT if one.point and one.half else 0
     copied = 0 if one.few else _blocked(source)
     copies = _blocked(output), copied, _blocked_weight(weight, few=one.few), one.image, sums
@@ -125,11 +156,13 @@ def cpu_convolution_backward(call: Call) -> tuple[int, ...]:
     if not one.by_onednn:
         return _by_groups(one, one.columns // (source.shape[0] if transposed else 1), shown=shown), *contiguous
     if is_channels_last(source):
-        return max(3 if one.half else 1, 2) * _blocked_weight(weight), _images(one)
+        return _weight_gradient_of_channels_last(one), _images(one)
     of_input = byte_count(source) if mask[0] else 0
     passes = _input_passes(one, gradient) if mask[0] else []
     if mask[1]:
-        passes += [(of_input, *_weight_pass(one, gradient)), (of_input, 2 * _blocked_weight(weight))]
+        unblocked = not one.fills(_HALF_BLOCK) or (one.depthwise and not one.direct and not one.half)
+        copies = () if unblocked else _weight_pass(one, gradient)
+        passes += [(of_input, *copies), (of_input, 2 * _blocked_weight(weight))]
     return *_beside(shown, *passes), *contiguous
 
 
@@ -165,6 +198,8 @@ def _by_groups(one: _Convolution, columns: int, *, shown: int) -> int:
 def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
     """Return the blocks of each pass for the input's gradient."""
     source = byte_count(one.source)
+    if not one.fills(_HALF_BLOCK):
+        return [(source, source)]
     if one.channels_last_inside and not one.transposed:
         return [(source, byte_count(gradient), byte_count(one.weight)), (source, source, source)]
     copy = _blocked(one.source)
@@ -178,6 +213,9 @@ def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
     block = _HALF_BLOCK if channels <= _HALF_BLOCK and one.groups == 1 and not (one.point or one.half) else _BLOCK
     weight = _blocked_weight(one.weight, few=few, block=block)
     sums = 2 * weight + (0 if one.point else _images(one)) if one.half else 0
+    if one.transposes_images:
+        threads = min(torch.get_num_threads(), one.source.shape[0])
+        sums = threads * (_blocked(one.output) // one.output.shape[0] + _blocked_weight(one.weight))
     return weight, _blocked(gradient), 0 if few else _blocked(one.source, block=block), sums, one.image
 
 
@@ -190,6 +228,29 @@ def _images(one: _Convolution) -> int:
         return 0
     source = byte_count(one.source) if one.few else _blocked(one.source)
     return (source + _blocked(one.output)) // one.source.shape[0]
+
+
+def _weight_of_channels_last(one: _Convolution, *, most: int) -> int:
+    """Return the bytes of a weight in blocks of each group, and of its copy in channels-last layout.
+
+    Wide groups take the blocks `most` times.
+    """
+    if one.depthwise or one.half:
+        return _blocked_weight(one.weight)
+    out, into = one.weight.shape[0] // one.groups, one.weight.shape[1]
+    each = byte_count(one.weight) // (one.weight.shape[0] * into)
+    blocked = one.groups * rounded_up(out, _BLOCK) * rounded_up(into, _BLOCK) * each
+    copied = 0 if is_channels_last(one.weight) or one.point else byte_count(one.weight)
+    return copied + (most if min(out, into) >= _BLOCK else 1) * blocked
+
+
+def _weight_gradient_of_channels_last(one: _Convolution) -> int:
+    """Return the bytes of the weight and its gradient in blocks; a depth-wise one has a block for each channel."""
+    if one.half:
+        return 3 * _blocked_weight(one.weight)
+    if one.direct:
+        return 2 * _blocked_weight(one.weight)
+    return byte_count(one.weight) * _BLOCK**2 if one.depthwise else _weight_of_channels_last(one, most=2)
 
 
 def _made_contiguous(tensor: Tensor) -> int:
