@@ -95,6 +95,7 @@ class ExactnessCheck:
         self._outside_facts, self._carried = OutsideFacts(trainer.lightning_module), CarriedRows(self.tables.written)
         self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
+        self._is_proportional = True
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
@@ -173,7 +174,8 @@ class ExactnessCheck:
         """Return the findings for a checkpoint; None before the first conclusive check."""
         if self._verdict is None or not self._verdict.conclusive:
             return None if self._remembered is None else dict(self._remembered)
-        return {**self._agreed.state_dict(), "noise": self._verdict.noise, **self.tables.state_dict()}
+        kept = {"noise": self._verdict.noise, "is_proportional": self._is_proportional}
+        return {**self._agreed.state_dict(), **kept, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Keep the findings of the continued run, for batches that a check cannot decide."""
@@ -185,7 +187,7 @@ class ExactnessCheck:
         if state is None or not self._agreed.load_state_dict(state):
             return None
         self.tables.load_state_dict(state)
-        return Verdict.recalled(self._agreed.agreeing[0], state["noise"], self._unmergeable)
+        return Verdict.recalled(self._agreed.agreeing[0], state, self._unmergeable)
 
     def learn_more(
         self, own: Request, table: MergeTable, paths: Sequence[str], decides: Callable[[str], bool]
@@ -344,5 +346,6 @@ class ExactnessCheck:
         self._undecided, self._thin = 0, self._thin + 1 if found.is_thin and self._is_thin else 0
         self._agreed.add(found)
         self._last = LastAgreement.now(self._trainer, self._batches)
-        self._verdict = Verdict.found(found, self._unmergeable)
+        self._is_proportional &= found.is_proportional
+        self._verdict = Verdict.found(found, self._unmergeable, is_proportional=self._is_proportional)
         return range(found.first, found.first + found.rows)

@@ -21,6 +21,7 @@ class Findings:
         noise: A note on random draws; empty if there is none.
         is_thin: Whether a single micro-batch had a gradient other than zero. Losses divided by a count of the batch, such as of its
             positives, then look like sums.
+        is_proportional: Whether gradients, and what the backward pass writes and logs, are proportional to the loss.
     """
 
     agreeing: Sequence[LossRule]
@@ -29,6 +30,7 @@ class Findings:
     difference: float
     noise: str
     is_thin: bool = False
+    is_proportional: bool = True
     first: int = 0
 
     @classmethod
@@ -46,4 +48,5 @@ class Findings:
             difference=max(self.difference, other.difference),
             noise=other.noise or self.noise,
             is_thin=self.is_thin and other.is_thin,
+            is_proportional=self.is_proportional and other.is_proportional,
         )

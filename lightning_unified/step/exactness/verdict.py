@@ -1,6 +1,6 @@
 """The verdict of the exactness check, and layers that mix rows by design."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -35,6 +35,7 @@ class Verdict:
         noise: A note on random draws; empty if there is none.
         unmergeable: The names of logged values and the paths of returned values that no rule merges.
         left: The paths of state that each micro-batch writes and that no rule merges.
+        is_proportional: Whether gradients, and what backward passes write and log, are proportional to the loss.
     """
 
     rule: LossRule
@@ -43,19 +44,28 @@ class Verdict:
     noise: str = ""
     unmergeable: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    is_proportional: bool = True
 
     @classmethod
-    def found(cls, findings: Findings, unmergeable: tuple[str, ...]) -> "Verdict":
-        """Return the verdict that follows from the findings of a check."""
+    def found(cls, findings: Findings, unmergeable: tuple[str, ...], *, is_proportional: bool = True) -> "Verdict":
+        """Return the verdict that follows from the findings of a check; `is_proportional` is that of all checks."""
         rule, difference = findings.agreeing[0], findings.difference
         reason = f"{rule.name}: gradients of {findings.rows} rows, whole and split, differ by {difference:.1e}"
-        return cls(rule=rule, conclusive=True, reason=reason, noise=findings.noise, unmergeable=unmergeable)
+        return cls(
+            rule=rule,
+            conclusive=True,
+            reason=reason,
+            noise=findings.noise,
+            unmergeable=unmergeable,
+            is_proportional=is_proportional,
+        )
 
     @classmethod
-    def recalled(cls, rule: LossRule, noise: str, unmergeable: tuple[str, ...]) -> "Verdict":
+    def recalled(cls, rule: LossRule, state: Mapping[str, Any], unmergeable: tuple[str, ...]) -> "Verdict":
         """Return the verdict of the run that this run continues."""
         why = f"{rule.name}: found by the run that this one continues"
-        return cls(rule=rule, conclusive=True, reason=why, noise=noise, unmergeable=unmergeable)
+        kept = {"noise": state["noise"], "is_proportional": state.get("is_proportional", True)}
+        return cls(rule=rule, conclusive=True, reason=why, unmergeable=unmergeable, **kept)
 
     @classmethod
     def unchecked(cls, rule: LossRule, why: str, unmergeable: tuple[str, ...]) -> "Verdict":

@@ -40,7 +40,8 @@ class MicroBatchBackward(Strategy):
         the logs is the batch's loss. The gradient is multiplied by the loss's `share` of the batch.
 
         If the module's own code may write gradients during the backward pass, it finds those of this micro-batch alone, as in the
-        exactness check. They are multiplied by the share and added to the others afterwards.
+        exactness check. They are multiplied by the share and added to the others afterwards. So are they if the check has shown that they
+        are not proportional to the loss, or that the backward pass keeps them.
 
         Args:
             loss: The micro-batch's loss.
@@ -58,7 +59,9 @@ class MicroBatchBackward(Strategy):
         self.pre_backward(loss)
         # no hook sees the loss of a micro-batch without loss terms
         scaled = loss if share == 0 else self.precision_plugin.pre_backward(loss, self.lightning_module)
-        alone = share is not None and _writes_gradients(self.lightning_module, self._batchs_parameters)
+        alone = share is not None and (
+            not self.policy.splits.is_proportional or _writes_gradients(self.lightning_module, self._batchs_parameters)
+        )
         if share is not None and not alone:
             scaled = _Share.apply(scaled, share)
         with (
@@ -103,7 +106,7 @@ def _added_after(parameters: Iterable[Tensor], share: float) -> Iterator[None]:
         for one, before in held:
             own = one.grad
             if own is not None:
-                own.mul_(share)
+                own = own * share  # not in place: the module's code may keep its gradient
                 one.grad = own if before is None else before.add_(own)
             else:
                 one.grad = before

@@ -33,6 +33,12 @@ from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 __all__ = ["CheckedSplitter", "ReweightedError"]
 
 
+_UNPROPORTIONAL = (
+    "a check of this batch found that its backward pass is not proportional to the loss, and its micro-batches were weighted by factors of their losses. "
+    "Register gradient hooks before the fit, or declare MicroBatchRules(splittable=False) to run batches whole."
+)
+
+
 class ReweightedError(Exception):
     """A check of a batch found other weights than its micro-batches had; the batch is to be repeated."""
 
@@ -156,7 +162,8 @@ class CheckedSplitter:
         micro_batches = self.splitter.micro_batches(batch, rows)
         weighting = partial(self._weighting, batch, micro_batches, rows)
         used = weighting()
-        keeps = partial(self._require_weights, used, weighting, self._policy.splits.loss_rule.name)
+        splits = self._policy.splits
+        keeps = partial(self._require_weights, used, weighting, splits.loss_rule.name, splits.is_proportional)
         return SplitBatch(
             [partial(self._step, OrderedDict(kwargs, **{key: one})) for one in micro_batches],
             used,
@@ -191,23 +198,33 @@ class CheckedSplitter:
             micro_batches = self.splitter.micro_batches(on_host, rows)
         return Weighting(rule, micro_batches, rows)
 
-    def _require_weights(self, used: Weighting, weighting: Callable[[], Weighting], rule: str) -> None:
-        """Require that the loss rule gives a batch the weights that it was split with.
+    def _require_weights(
+        self, used: Weighting, weighting: Callable[[], Weighting], rule: str, was_proportional: bool
+    ) -> None:
+        """Require that the loss rule gives a batch the weights that it was split with, applied in the same way.
 
         Args:
             used: These weights.
             weighting: Returns the weights that the present rule gives.
             rule: The name of the rule that gave `used`.
+            was_proportional: Whether backward passes were known to be proportional to the loss, so that it got the weights.
 
         Raises:
             ReweightedError: If the rules give other weights, and this process may repeat the batch.
             SplitError: If they do, and it may not.
         """
-        name = self._policy.splits.loss_rule.name
+        name, repeats = (
+            self._policy.splits.loss_rule.name,
+            self._group.has_whole_parameters and self._policy.options.recover,
+        )
+        if self._policy.splits.is_proportional != was_proportional:
+            if repeats:
+                raise ReweightedError
+            raise SplitError(_UNPROPORTIONAL)
         if name == rule:
             return
         if shares_differ(used.shares, weighting().shares):
-            if self._group.has_whole_parameters and self._policy.options.recover:
+            if repeats:
                 raise ReweightedError
             raise SplitError(
                 f"the micro-batches of this batch were weighted by {rule}, and a check of it found {name}. Declare "

@@ -152,6 +152,11 @@ class SplitApproval:
         return own or (LossRule("rows") if self.verdict is None else self.verdict.rule)
 
     @property
+    def is_proportional(self) -> bool:
+        """Whether backward passes are proportional to the loss, as far as checks have shown."""
+        return self.verdict is None or self.verdict.is_proportional
+
+    @property
     def is_exact(self) -> bool:
         """Whether a check has shown that the micro-batches' gradients add up to the batch's."""
         return self.verdict is not None and self.verdict.conclusive

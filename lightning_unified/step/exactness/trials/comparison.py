@@ -52,11 +52,19 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRuns:
-    """One split of the rows: the micro-batches, their sizes in rows, and their runs."""
+    """One split of the rows: the micro-batches, their sizes in rows, and their runs.
+
+    Args:
+        sizes: The rows of each micro-batch.
+        batches: The micro-batches.
+        runs: The run of each.
+        scaled: Repeats the run of a micro-batch, given its index and a factor of the loss in the backward pass.
+    """
 
     sizes: Sequence[int]
     batches: Sequence[Any]
     runs: Sequence[Run]
+    scaled: Callable[[int, float], Run] | None = None
 
     def weights(self, rule: LossRule) -> MicroBatchWeights:
         """Return the micro-batches' weights under a rule."""

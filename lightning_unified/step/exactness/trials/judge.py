@@ -19,6 +19,7 @@ from lightning_unified.step.exactness.trials.learning import (
     learn_results,
     without_varying,
 )
+from lightning_unified.step.exactness.trials.proportion import is_proportional
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_existence,
     refusal_of_gradients,
@@ -42,6 +43,7 @@ class Judge:
         self._runner, self._tables = runner, tables
         self._whose = type(runner.module).__name__
         self._quiet_wholes: dict[tuple[int, int], Run] = {}
+        self._proportional: bool | None = None
 
     def findings(self, trial: Trial, rules: Sequence[LossRule], *, since: str) -> Findings | str:
         """Return the findings of a trial, or why it is undecided.
@@ -98,7 +100,14 @@ class Judge:
             noise=noise,
             first=trial.start,
             is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
+            is_proportional=self._is_proportional(comparison),
         )
+
+    def _is_proportional(self, comparison: Comparison) -> bool:
+        """Return whether backward passes are proportional to the loss, by the first trial of a check."""
+        if self._proportional is None:
+            self._proportional = not self._runner.anywhere(not is_proportional(comparison))
+        return self._proportional
 
     def _compared(self, runs: TrialRuns, rules: Sequence[LossRule], *, is_quiet: bool) -> tuple[Comparison, str]:
         """Compare without draws, with replayed or constant ones; return what to say of them too."""

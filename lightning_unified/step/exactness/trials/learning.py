@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.results import Results
-from lightning_unified.step.results.logs import Logged, path_of_log
+from lightning_unified.step.results.logs import Logged, LogKey, path_of_log
 from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
 from lightning_unified.step.results.metrics import reduced, without_seams
 from lightning_unified.step.results.objects import holds_values
@@ -20,7 +20,7 @@ from lightning_unified.step.results.state.written import learn_written
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["differing", "entries_by_rows", "learn_results", "without_varying"]
+__all__ = ["differing", "differing_logs", "entries_by_rows", "learn_results", "without_varying"]
 
 
 def learn_results(
@@ -79,6 +79,15 @@ def differing(one: Written, other: Written) -> set[str]:
         learn = partial(learn_entry, table, path, one[path].before, one[path].after, [other[path].after])
         paths.update(learn(MicroBatchWeights([1], [1.0]), tolerance=0.0))
     return paths | table.unmergeable
+
+
+def differing_logs(logs: Mapping[LogKey, Logged], others: Mapping[LogKey, Logged]) -> set[LogKey]:
+    """Return the logs whose last values differ between two runs of the same rows."""
+    return {
+        key
+        for key in {*logs, *others}
+        if key not in logs or key not in others or not same(logs[key].values[-1], others[key].values[-1])
+    }
 
 
 def without_varying(tables: Tables, troubles: Sequence[str], written: Written, again: Written) -> list[str]:

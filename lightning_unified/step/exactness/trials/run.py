@@ -3,7 +3,7 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,12 @@ from lightning_unified.step.exactness.trials.used_weights import NotedShards, Us
 from lightning_unified.step.exactness.verdict import BatchNormsThatMix, refusal_of_batch_norms, refuse_batch_norm
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.renormed import RenormedRows
-from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
+from lightning_unified.step.recovery.undone_run import (
+    Undone,
+    draws_or_mixes,
+    parameters_of_step,
+    state_of_step,
+)
 from lightning_unified.step.results.logs import inside_hook
 from lightning_unified.step.results.state.writes import Written, with_backward, written_since
 from lightning_unified.step.undo import Noted
@@ -70,6 +75,7 @@ class Runner:
         module: The module whose step runs.
         keeps_autocast: Whether the step runs with autocast, because it fails without it.
         draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
+        draws_in_backward: Whether a backward pass drew other random numbers than the step, as a gradient hook may.
         allows_batch_norm: Whether BatchNorm may mix rows in training; runs then have it in eval mode.
         counters: The counters of the run's progress that the step reads.
         scorings: How losses of the step score labels.
@@ -80,7 +86,8 @@ class Runner:
     ) -> None:
         self._trainer, self._step, self._group = trainer, step, group
         self.module = trainer.lightning_module
-        self.keeps_autocast = self.draws_in_eval = self.allows_batch_norm = self._has_run = False
+        self.keeps_autocast = self.draws_in_eval = self.draws_in_backward = False
+        self.allows_batch_norm = self._has_run = False
         self.counters = Counters()
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
@@ -118,13 +125,14 @@ class Runner:
         """Drop the copies of state that runs have made."""
         self._state.release()
 
-    def run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode) -> Run:
+    def run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode, *, factor: float = 1.0) -> Run:
         """Run the step on `batch`, run the backward pass of its loss, and undo both.
 
         Args:
             kwargs: The arguments of `training_step`, the batch first.
             batch: The batch for the step. Its tensors are copied, because a step may write them in place.
             draws: The mode that records or replaces random draws.
+            factor: The factor of the loss in the backward pass; the gradient is divided by it.
         """
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
@@ -133,7 +141,7 @@ class Runner:
         undone = aside(self._trainer, results, draws, in_eval=in_eval, state=self._state, renormed=self._renormed)
         with self._precise(), undone as block:
             parameters = parameters_of_step(self._trainer)
-            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            scale = factor * (_FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0)
             shards = None if self._group.has_whole_parameters else NotedShards(parameters)
             with norms, self._group.passes(), torch.enable_grad():
                 result, stepped = self._differentiated(kwargs, own, draws, parameters, scale=scale, noted=block.noted)
@@ -176,8 +184,10 @@ class Runner:
             if (renormed := used_otherwise(loss, filter(self._renormed.wrote, parameters))) is not None:
                 raise refusal_of_renormed(type(self.module).__name__, self._named(renormed))
             versions = [parameter._version for parameter in parameters]
-            with draws if draws.covers_backward else nullcontext(), inside_hook(self.module, "backward"):
+            watch = draws if draws.covers_backward else NoDraws(GeneratorWatch(self.device).note)
+            with watch, inside_hook(self.module, "backward"):
                 self.module.backward(loss * scale)
+            self.draws_in_backward |= isinstance(watch, NoDraws) and watch.has_drawn
             written = [one for one, version in zip(parameters, versions, strict=True) if one._version != version]
             if written:
                 raise refusal_of_updates(type(self.module).__name__, self._named(written[0]))

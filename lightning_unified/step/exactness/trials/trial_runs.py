@@ -1,7 +1,8 @@
 """The runs of one trial, with random draws replayed or left out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,8 +56,9 @@ class TrialRuns:
                 self._runner.draws_in_eval = True
                 return None
             self._quiet_wholes[rows] = whole
-        split = self._split_runs([NoDraws(generators) for _ in self._trial.split])
-        return Comparison(whole=whole, split=split, repeated=lambda: self._whole(NoDraws(generators)))
+        split = self._split_runs(lambda _: NoDraws(generators))
+        repeated, is_drawn = lambda: self._whole(NoDraws(generators)), self._runner.draws_in_backward
+        return Comparison(whole=whole, split=split, repeated=repeated, is_drawn=is_drawn)
 
     def replayed(self, rules: Sequence[LossRule]) -> Comparison:
         """Compare with replayed draws, first without watching the backward pass.
@@ -92,8 +94,7 @@ class TrialRuns:
     def _constant(self, drawn: Comparison, *, share: float) -> Comparison:
         repeated = partial(self._constant_whole, share)
         whole = repeated()
-        with equal_host_draws(self._runner.module):
-            split = self._split_runs([ConstantDraws(share) for _ in self._trial.split])
+        split = self._split_runs(lambda _: ConstantDraws(share), within=partial(equal_host_draws, self._runner.module))
         comparison = Comparison(whole=whole, split=split, repeated=repeated, troubles=drawn.troubles[:1], is_drawn=True)
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
@@ -127,21 +128,18 @@ class TrialRuns:
         """Compare with replayed draws: each micro-batch gets the draws of its rows."""
         recorded = RecordDraws(covers_backward=covers_backward)
         whole = self._whole(recorded)
-        replays = [
-            ReplayDraws(
-                recorded.draws,
-                rows=self._trial.rows,
-                start=start,
-                stop=start + size,
-                order=order,
-                covers_backward=covers_backward,
-            )
-            for start, size in zip(starts_of(self._trial.split), self._trial.split, strict=True)
-        ]
-        split = self._split_runs(replays)
-        for replay in replays:
-            replay.finish()
-        troubles = [trouble for replay in replays for trouble in replay.troubles]
+        sizes, replays = self._trial.split, list[ReplayDraws]()
+
+        def replay(index: int) -> ReplayDraws:
+            start = starts_of(sizes)[index]
+            place = {"rows": self._trial.rows, "start": start, "stop": start + sizes[index]}
+            replays.append(ReplayDraws(recorded.draws, **place, order=order, covers_backward=covers_backward))
+            return replays[-1]
+
+        split = self._split_runs(replay)
+        for one in replays:
+            one.finish()
+        troubles = [trouble for one in replays for trouble in one.troubles]
         if any(run.generators != whole.generators for run in split.runs):
             troubles.append("its step draws from Python's or NumPy's generator, more or less often for fewer rows")
         own = drawn_unequally(whole.written, [run.written for run in split.runs])
@@ -150,21 +148,27 @@ class TrialRuns:
             whole=whole,
             split=split,
             troubles=troubles,
-            is_drawn=recorded.has_drawn or whole.draws_on_host or bool(own),
-            is_ordered=any(replay.is_ordered for replay in replays),
+            is_drawn=recorded.has_drawn or whole.draws_on_host or bool(own) or self._runner.draws_in_backward,
+            is_ordered=any(one.is_ordered for one in replays),
             repeated=lambda: self._whole(RecordDraws()),
         )
 
-    def _split_runs(self, draws: Sequence[DrawMode]) -> SplitRuns:
-        """Run every micro-batch under its own draw mode."""
+    def _split_runs(
+        self, draws: Callable[[int], DrawMode], *, within: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> SplitRuns:
+        """Run every micro-batch inside `within()`, in the mode that `draws` returns for its index."""
         trial, sizes = self._trial, self._trial.split
         batches = [trial.rows_from(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
-        runs = [self._micro_batch(*one) for one in zip(batches, sizes, draws, strict=True)]
-        return SplitRuns(sizes=sizes, batches=batches, runs=runs)
 
-    def _micro_batch(self, batch: Any, size: int, draws: DrawMode) -> Run:
+        def run(index: int, factor: float = 1.0) -> Run:
+            with within():
+                return self._micro_batch(batches[index], sizes[index], draws(index), factor=factor)
+
+        return SplitRuns(sizes=sizes, batches=batches, runs=[run(index) for index in range(len(sizes))], scaled=run)
+
+    def _micro_batch(self, batch: Any, size: int, draws: DrawMode, *, factor: float = 1.0) -> Run:
         try:
-            return self._runner.run(self._trial.kwargs, batch, draws)
+            return self._runner.run(self._trial.kwargs, batch, draws, factor=factor)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                 raise
