@@ -24,7 +24,15 @@ from lightning_unified.step.results.logs import LogRecorder, inside_hook
 from lightning_unified.step.results.silent_loggers import SilentLoggers
 from lightning_unified.step.undo import TRAINING_STEP, Noted, StateWatch, roots_of
 
-__all__ = ["Undone", "draws_or_mixes", "gradient_of_step", "owns_dropout", "parameters_of_step", "state_of_step"]
+__all__ = [
+    "Undone",
+    "draws_or_mixes",
+    "gradient_of_step",
+    "only_drops",
+    "owns_dropout",
+    "parameters_of_step",
+    "state_of_step",
+]
 
 _ENTRIES = 16384  # entries of each parameter's gradient that are compared: enough to find a difference, few to keep
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
@@ -202,6 +210,16 @@ def draws_or_mixes(child: nn.Module) -> bool:
         return True
     drops = (name for name, value in vars(child).items() if "drop" in name and isinstance(value, float) and value > 0)
     return not isinstance(child, nn.RNNBase) and any(drops)
+
+
+def only_drops(child: nn.Module) -> bool:
+    """Return whether the mode of a child that drops out changes nothing else.
+
+    So it is with torch's own modules, and with a module without children, parameters and buffers, such as stochastic depth. Any other may hold
+    code for training: a LightningModule with a rate of its own may add a term to the loss.
+    """
+    is_bare = not (child._modules or child._parameters or child._buffers)
+    return type(child).__module__.startswith("torch.") or is_bare
 
 
 def owns_dropout(child: nn.Module) -> bool:

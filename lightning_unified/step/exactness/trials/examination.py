@@ -291,7 +291,7 @@ class Examination:
                 rows=rows,
                 take=take or self._splitter.split,
                 split=check.split(units),
-                is_quiet=not self._runner.draws_in_eval,
+                is_quiet=not self._runner.draws_in_eval and (check.is_first or not self._runner.hides_code),
             )
             if (one := self._tried_once(check, trial)) is None:
                 return None

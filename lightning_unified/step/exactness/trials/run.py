@@ -38,6 +38,7 @@ from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import (
     Undone,
     draws_or_mixes,
+    only_drops,
     parameters_of_step,
     state_of_step,
 )
@@ -98,6 +99,12 @@ class Runner:
     def has_dropout(self) -> bool:
         """Whether a layer of the module, in train mode, applies dropout."""
         return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self.module.modules())
+
+    @property
+    def hides_code(self) -> bool:
+        """Whether a run without dropout may leave out code for training, of modules in eval mode."""
+        hidden = (one for one in self.module.modules() if one.training and draws_or_mixes(one))
+        return not all(is_batch_norm(one) or only_drops(one) for one in hidden)
 
     def require_known_batch_norm(self) -> None:
         """Raise `SplitError` for BatchNorm in train mode if no run came to its end."""
