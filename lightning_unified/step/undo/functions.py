@@ -1,6 +1,7 @@
 """Find the methods that a step may call, and what they may change outside of objects."""
 
 import dis
+import enum
 import functools
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType
@@ -17,6 +18,7 @@ __all__ = [
     "class_cells",
     "classes_of",
     "hook_functions",
+    "named_classes",
     "named_functions",
     "names_attribute",
     "names_in",
@@ -183,6 +185,16 @@ def named_functions(functions: Iterable[FunctionType]) -> list[tuple[str, Functi
         held = ((name, scope.get(name)) for name in _globals_in(function.__code__)[0])
         named.update((one, name) for name, one in held if isinstance(one, FunctionType))
     return [(name, one) for one, name in named.items()]
+
+
+def named_classes(functions: Iterable[FunctionType]) -> list[type]:
+    """Return the users' classes that globals named by `functions` hold, with their bases.
+
+    A step may count in such a class (`Globals.step += 1`).
+    """
+    held = (one.__globals__.get(name) for one in functions for name in sorted(_globals_in(one.__code__)[0]))
+    kinds = dict.fromkeys(one for one in held if isinstance(one, type) and not issubclass(one, enum.Enum))
+    return list(dict.fromkeys(base for kind in kinds for base in classes_of(kind)))
 
 
 def cells_of_function(function: FunctionType, path: Path) -> list[Cell]:

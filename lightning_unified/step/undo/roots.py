@@ -7,10 +7,11 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_unified.step.undo.cells import Cell, MappingCell, NamesCell, cells_of
+from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, NamesCell, cells_of
 from lightning_unified.step.undo.functions import (
     cells_of_function,
     class_cells,
+    named_classes,
     named_functions,
     names_in,
     names_of,
@@ -70,6 +71,7 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
     roots.named = names_in(functions)
     for name, function in named_functions(functions):
         roots.cells += cells_of_function(function, (None, name, "global"))
+    roots.cells += [ClassCell(one, (None, one.__name__, "global")) for one in named_classes(functions)]
     if trainer is None:
         return roots
     roots.cells.append(MappingCell(vars(trainer), (None, "trainer", "global"), style="attribute", skip=_STOPS))

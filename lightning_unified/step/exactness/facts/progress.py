@@ -18,7 +18,7 @@ import lightning as L
 from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
-from lightning_unified.step.undo.functions import hook_functions, names_of
+from lightning_unified.step.undo.functions import hook_functions, named_classes, names_of
 from lightning_unified.step.undo.kinds import is_ours
 
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
@@ -284,14 +284,15 @@ def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fa
 
 
 class OutsideFacts:
-    """Facts about plain values in the globals and closures that `training_step` names.
+    """Facts about plain values in the globals, classes and closures that `training_step` names.
 
     Args:
         module: The module that defines `training_step`.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._cells = names_of(hook_functions(module, ("training_step",)))
+        functions = hook_functions(module, ("training_step",))
+        self._cells, self._classes = names_of(functions), named_classes(functions)
 
     def now(self) -> frozenset[Fact]:
         """Return the current facts."""
@@ -300,6 +301,8 @@ class OutsideFacts:
         for name, value in found.items():
             if _is_holder(value):
                 facts.update(_facts_of_plain(name, _plain_of(value if isinstance(value, dict) else vars(value))))
+        for kind in self._classes:
+            facts.update(_facts_of_plain(f"class {kind.__name__}", _plain_of(dict(vars(kind)))))
         return frozenset(facts)
 
 
