@@ -16,7 +16,7 @@ returned and logged values, and written state. One check sees only a sample of t
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning as L
@@ -39,7 +39,7 @@ from lightning_unified.step.exactness.rows import starts_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
 from lightning_unified.step.exactness.trials.run import Runner
-from lightning_unified.step.exactness.verdict import Verdict
+from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchSplitter
 from lightning_unified.terminal import activity
@@ -95,7 +95,7 @@ class ExactnessCheck:
         self._outside_facts, self._carried = OutsideFacts(trainer.lightning_module), CarriedRows(self.tables.written)
         self._agreed, self._last = AgreedRules(rules), LastAgreement()
         self._verdict: Verdict | None = None
-        self._is_proportional = True
+        self._passes = Passes()
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
@@ -174,7 +174,7 @@ class ExactnessCheck:
         """Return the findings for a checkpoint; None before the first conclusive check."""
         if self._verdict is None or not self._verdict.conclusive:
             return None if self._remembered is None else dict(self._remembered)
-        kept = {"noise": self._verdict.noise, "is_proportional": self._is_proportional}
+        kept = {"noise": self._verdict.noise, "passes": asdict(self._passes)}
         return {**self._agreed.state_dict(), **kept, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -346,6 +346,6 @@ class ExactnessCheck:
         self._undecided, self._thin = 0, self._thin + 1 if found.is_thin and self._is_thin else 0
         self._agreed.add(found)
         self._last = LastAgreement.now(self._trainer, self._batches)
-        self._is_proportional &= found.is_proportional
-        self._verdict = Verdict.found(found, self._unmergeable, is_proportional=self._is_proportional)
+        self._passes = self._passes.after(found, reads_gradients=self._runner.reads_gradients)
+        self._verdict = Verdict.found(found, self._unmergeable, self._passes)
         return range(found.first, found.first + found.rows)

@@ -16,12 +16,30 @@ from lightning_unified.step.exactness.losses import LossRule
 
 __all__ = [
     "BatchNormsThatMix",
+    "Passes",
     "Verdict",
     "batch_norms_of",
     "refusal_of_batch_norms",
     "refuse_batch_norm",
     "refuse_counting_embeddings",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How the passes of micro-batches must run.
+
+    Args:
+        is_proportional: Whether gradients, and what backward passes write and log, are proportional to the loss.
+        reads_gradients: Whether the step reads gradients of the batch before.
+    """
+
+    is_proportional: bool = True
+    reads_gradients: bool = False
+
+    def after(self, findings: Findings, *, reads_gradients: bool) -> "Passes":
+        """Return how passes must run after a check with these findings."""
+        return Passes(self.is_proportional and findings.is_proportional, self.reads_gradients or reads_gradients)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +53,7 @@ class Verdict:
         noise: A note on random draws; empty if there is none.
         unmergeable: The names of logged values and the paths of returned values that no rule merges.
         left: The paths of state that each micro-batch writes and that no rule merges.
-        is_proportional: Whether gradients, and what backward passes write and log, are proportional to the loss.
+        passes: How the passes of micro-batches must run.
     """
 
     rule: LossRule
@@ -44,11 +62,11 @@ class Verdict:
     noise: str = ""
     unmergeable: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
-    is_proportional: bool = True
+    passes: Passes = Passes()
 
     @classmethod
-    def found(cls, findings: Findings, unmergeable: tuple[str, ...], *, is_proportional: bool = True) -> "Verdict":
-        """Return the verdict that follows from the findings of a check; `is_proportional` is that of all checks."""
+    def found(cls, findings: Findings, unmergeable: tuple[str, ...], passes: Passes) -> "Verdict":
+        """Return the verdict that follows from the findings of a check."""
         rule, difference = findings.agreeing[0], findings.difference
         reason = f"{rule.name}: gradients of {findings.rows} rows, whole and split, differ by {difference:.1e}"
         return cls(
@@ -57,15 +75,15 @@ class Verdict:
             reason=reason,
             noise=findings.noise,
             unmergeable=unmergeable,
-            is_proportional=is_proportional,
+            passes=passes,
         )
 
     @classmethod
     def recalled(cls, rule: LossRule, state: Mapping[str, Any], unmergeable: tuple[str, ...]) -> "Verdict":
         """Return the verdict of the run that this run continues."""
         why = f"{rule.name}: found by the run that this one continues"
-        kept = {"noise": state["noise"], "is_proportional": state.get("is_proportional", True)}
-        return cls(rule=rule, conclusive=True, reason=why, unmergeable=unmergeable, **kept)
+        passes = Passes(**state.get("passes", {}))
+        return cls(rule=rule, conclusive=True, reason=why, noise=state["noise"], unmergeable=unmergeable, passes=passes)
 
     @classmethod
     def unchecked(cls, rule: LossRule, why: str, unmergeable: tuple[str, ...]) -> "Verdict":

@@ -60,7 +60,8 @@ class MicroBatchBackward(Strategy):
         # no hook sees the loss of a micro-batch without loss terms
         scaled = loss if share == 0 else self.precision_plugin.pre_backward(loss, self.lightning_module)
         alone = share is not None and (
-            not self.policy.splits.is_proportional or _writes_gradients(self.lightning_module, self._batchs_parameters)
+            not self.policy.splits.passes.is_proportional
+            or _writes_gradients(self.lightning_module, self._batchs_parameters)
         )
         if share is not None and not alone:
             scaled = _Share.apply(scaled, share)

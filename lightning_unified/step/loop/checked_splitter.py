@@ -19,7 +19,7 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting, shares_differ
-from lightning_unified.step.exactness.verdict import batch_norms_of
+from lightning_unified.step.exactness.verdict import Passes, batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
@@ -33,9 +33,9 @@ from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 __all__ = ["CheckedSplitter", "ReweightedError"]
 
 
-_UNPROPORTIONAL = (
-    "a check of this batch found that its backward pass is not proportional to the loss, and its micro-batches were weighted by factors of their losses. "
-    "Register gradient hooks before the fit, or declare MicroBatchRules(splittable=False) to run batches whole."
+_OTHER_PASSES = (
+    "a check of this batch found that its backward pass is not proportional to the loss, or that training_step reads gradients of the batch before, after "
+    "its micro-batches had run otherwise. Do either from the first batch on, or declare MicroBatchRules(splittable=False) to run batches whole."
 )
 
 
@@ -163,7 +163,7 @@ class CheckedSplitter:
         weighting = partial(self._weighting, batch, micro_batches, rows)
         used = weighting()
         splits = self._policy.splits
-        keeps = partial(self._require_weights, used, weighting, splits.loss_rule.name, splits.is_proportional)
+        keeps = partial(self._require_weights, used, weighting, splits.loss_rule.name, splits.passes)
         return SplitBatch(
             [partial(self._step, OrderedDict(kwargs, **{key: one})) for one in micro_batches],
             used,
@@ -185,6 +185,7 @@ class CheckedSplitter:
             see_bends=_then(partial(self._see_bends, kwargs, shape, rows), keeps),
             is_checked=self._is_checked,
             levels=self.check.levels,
+            reads_gradients=splits.passes.reads_gradients,
         )
 
     def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:
@@ -198,16 +199,14 @@ class CheckedSplitter:
             micro_batches = self.splitter.micro_batches(on_host, rows)
         return Weighting(rule, micro_batches, rows)
 
-    def _require_weights(
-        self, used: Weighting, weighting: Callable[[], Weighting], rule: str, was_proportional: bool
-    ) -> None:
+    def _require_weights(self, used: Weighting, weighting: Callable[[], Weighting], rule: str, passes: Passes) -> None:
         """Require that the loss rule gives a batch the weights that it was split with, applied in the same way.
 
         Args:
             used: These weights.
             weighting: Returns the weights that the present rule gives.
             rule: The name of the rule that gave `used`.
-            was_proportional: Whether backward passes were known to be proportional to the loss, so that it got the weights.
+            passes: How its passes ran.
 
         Raises:
             ReweightedError: If the rules give other weights, and this process may repeat the batch.
@@ -217,10 +216,10 @@ class CheckedSplitter:
             self._policy.splits.loss_rule.name,
             self._group.has_whole_parameters and self._policy.options.recover,
         )
-        if self._policy.splits.is_proportional != was_proportional:
+        if self._policy.splits.passes != passes:
             if repeats:
                 raise ReweightedError
-            raise SplitError(_UNPROPORTIONAL)
+            raise SplitError(_OTHER_PASSES)
         if name == rule:
             return
         if shares_differ(used.shares, weighting().shares):

@@ -14,6 +14,7 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.trials.earlier_gradients import copies_of_gradients, put_gradients
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.small_parameters import SmallParameters
 from lightning_unified.step.loop.split_results import SplitResults
@@ -81,6 +82,7 @@ class SplitBatch:
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
         levels: The levels of logged and returned numbers in the batches before.
+        reads_gradients: Whether the step reads gradients of the batch before, of which each micro-batch then gets copies.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class SplitBatch:
         see_bends: Callable[[LossBends], None],
         is_checked: bool,
         levels: Levels,
+        reads_gradients: bool = False,
     ) -> None:
         self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
@@ -105,13 +108,15 @@ class SplitBatch:
         self._small = SmallParameters(self._parameters if is_checked else ())
         self._others: list[tuple[Tensor, Tensor | None]] = []
         self._returned: list[tuple[Tensor, Tensor]] = []
-        self._index = 0
+        self._index, self._reads_gradients = 0, reads_gradients
+        self._earlier: Sequence[Tensor | None] = ()
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Start over, with the tensors besides these parameters that get gradients."""
         known = {*map(id, self._parameters)} if leaves else ()
         others = [leaf for leaf in leaves if id(leaf) not in known]
         self._others = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others]
+        self._earlier = copies_of_gradients(self._parameters) if self._reads_gradients else ()
         self._merging.begin()
         self._outside.begin()
         self._small.begin()
@@ -187,8 +192,8 @@ class SplitBatch:
                     "once a micro-batch. Use torch.autograd.grad in the step, accumulate_grad_batches=1, or MicroBatchRules(splittable=False)."
                 )
             return
-        for parameter in self._parameters:
-            parameter.grad = None
+        earlier = [None if one is None else one.clone() for one in self._earlier]
+        put_gradients(self._parameters, earlier or [None] * len(self._parameters))
         of_others = [(leaf, leaf.grad) for leaf, _ in self._others]
         for leaf, before in self._others:  # the step may read or drop the gradient from before the batch
             leaf.grad = None if before is None else before.clone()

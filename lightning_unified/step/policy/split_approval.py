@@ -8,6 +8,7 @@ import lightning as L
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses import LossRule, declared
 from lightning_unified.step.exactness.verdict import (
+    Passes,
     Verdict,
     batch_norms_of,
     refuse_batch_norm,
@@ -152,9 +153,9 @@ class SplitApproval:
         return own or (LossRule("rows") if self.verdict is None else self.verdict.rule)
 
     @property
-    def is_proportional(self) -> bool:
-        """Whether backward passes are proportional to the loss, as far as checks have shown."""
-        return self.verdict is None or self.verdict.is_proportional
+    def passes(self) -> Passes:
+        """How the passes of micro-batches must run, as far as checks have shown."""
+        return Passes() if self.verdict is None else self.verdict.passes
 
     @property
     def is_exact(self) -> bool:

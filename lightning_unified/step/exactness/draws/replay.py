@@ -23,6 +23,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_unified.step.exactness.draws.operators import (
     CUDNN_STATE,
@@ -115,6 +116,11 @@ class InterceptDraws(TorchDispatchMode):
         with self:
             return func.decompose(*args, **kwargs)
 
+    def restart(self) -> None:
+        """Forget a run that did not come to its end."""
+        self.formats.clear()
+        self.leaves_out = False
+
     def leave_out_seed(self) -> None:
         """Forget the previous draw if it seeds cuDNN's dropout state.
 
@@ -156,6 +162,11 @@ class RecordDraws(InterceptDraws):
         self.draws.append(Draw(name, _on_host(drawn) if isinstance(drawn, Tensor) else torch.empty(0), parameters))
         return result
 
+    @override
+    def restart(self) -> None:
+        super().restart()
+        self.draws.clear()
+
     def leave_out_seed(self) -> None:
         """Forget the previous draw if it is a seed for cuDNN."""
         if self.draws and self.draws[-1].name == "random_":
@@ -186,6 +197,10 @@ class NoDraws:
 
     def __init__(self, generators: Callable[[], Any]) -> None:
         self._generators, self.has_drawn = generators, False
+
+    def restart(self) -> None:
+        """Forget a run that did not come to its end."""
+        self.has_drawn = False
 
     def __enter__(self) -> Self:
         self._before = self._generators()
@@ -237,6 +252,12 @@ class ReplayDraws(InterceptDraws):
         self._rows, self._start, self._stop, self._order = rows, start, stop, order
         self.troubles: list[str] = []
         self.is_ordered = False
+
+    @override
+    def restart(self) -> None:
+        super().restart()
+        self._next, self.is_ordered = 0, False
+        self.troubles.clear()
 
     def finish(self) -> None:
         """Add a trouble if the micro-batch has drawn fewer times than the whole run."""

@@ -3,7 +3,7 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,12 @@ from lightning_unified.step.exactness.facts.labels import Scoring, scorings
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import CheckGroup
+from lightning_unified.step.exactness.trials.earlier_gradients import (
+    GradientReadError,
+    GradientReads,
+    copies_of_gradients,
+    put_gradients,
+)
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_renormed,
     refusal_of_switches,
@@ -78,6 +84,7 @@ class Runner:
         draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
         draws_in_backward: Whether a backward pass drew other random numbers than the step, as a gradient hook may.
         allows_batch_norm: Whether BatchNorm may mix rows in training; runs then have it in eval mode.
+        reads_gradients: Whether the step reads gradients of the batch before.
         counters: The counters of the run's progress that the step reads.
         scorings: How losses of the step score labels.
     """
@@ -88,7 +95,7 @@ class Runner:
         self._trainer, self._step, self._group = trainer, step, group
         self.module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = self.draws_in_backward = False
-        self.allows_batch_norm = self._has_run = False
+        self.allows_batch_norm = self.reads_gradients = self._has_run = False
         self.counters = Counters()
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
@@ -99,6 +106,11 @@ class Runner:
     def has_dropout(self) -> bool:
         """Whether a layer of the module, in train mode, applies dropout."""
         return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self.module.modules())
+
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether the processes that run the step hold whole parameters."""
+        return self._group.has_whole_parameters
 
     @property
     def hides_code(self) -> bool:
@@ -135,19 +147,30 @@ class Runner:
     def run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode, *, factor: float = 1.0) -> Run:
         """Run the step on `batch`, run the backward pass of its loss, and undo both.
 
+        From the first run on whose step reads gradients of the batch before, it finds copies of them.
+
         Args:
             kwargs: The arguments of `training_step`, the batch first.
             batch: The batch for the step. Its tensors are copied, because a step may write them in place.
             draws: The mode that records or replaces random draws.
             factor: The factor of the loss in the backward pass; the gradient is divided by it.
         """
-        results = self._trainer.fit_loop.epoch_loop._results
+        try:
+            return self._run(kwargs, batch, draws, factor=factor)
+        except GradientReadError:
+            self.reads_gradients = True
+        draws.restart()
+        return self._run(kwargs, batch, draws, factor=factor)
+
+    def _run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode, *, factor: float) -> Run:
+        results, earlier = self._trainer.fit_loop.epoch_loop._results, self._earlier_gradients()
         own = copied(batch)
         in_eval = partial(self._is_in_eval, is_quiet=isinstance(draws, NoDraws))
         norms, self._renormed = BatchNormsThatMix(self.module), RenormedRows()
         undone = aside(self._trainer, results, draws, in_eval=in_eval, state=self._state, renormed=self._renormed)
         with self._precise(), undone as block:
             parameters = parameters_of_step(self._trainer)
+            put_gradients(parameters, earlier or [None] * len(parameters))
             scale = factor * (_FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0)
             shards = None if self._group.has_whole_parameters else NotedShards(parameters)
             with norms, self._group.passes(), torch.enable_grad():
@@ -162,6 +185,10 @@ class Runner:
             results = block.gather(result.extra)
             results.written = with_backward(results.written, stepped)
             return Run(gradient=gradient, loss=result.loss, **vars(results))
+
+    def _earlier_gradients(self) -> list[Tensor | None]:
+        """Return copies of the gradients of the batch before, if the step reads them; else none."""
+        return copies_of_gradients(parameters_of_step(self._trainer)) if self.reads_gradients else []
 
     def _differentiated(
         self,
@@ -178,7 +205,9 @@ class Runner:
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
         used = UsedWeights(self.module, is_whole=self._group.has_whole_parameters)
-        with used, draws, self.counters.watching():
+        watches = self._group.has_whole_parameters and not self.reads_gradients
+        reads = GradientReads(parameters) if watches else nullcontext()
+        with used, draws, self.counters.watching(), reads:
             result = self._step(own)
         if (switched := used.switched) is not None:
             raise refusal_of_switches(type(self.module).__name__, self._named(switched))
@@ -209,6 +238,7 @@ class Runner:
         What the step draws all the same is constant.
         """
         collection, own = self._trainer.fit_loop.epoch_loop._results, copied(batch)
+        earlier = self._earlier_gradients()
         draws: DrawMode = ConstantDraws() if self.draws_in_eval else NoDraws(GeneratorWatch(self.device).note)
         with ExitStack() as stack:
             if self.draws_in_eval:
@@ -216,6 +246,7 @@ class Runner:
             stack.enter_context(self._precise())
             in_eval = partial(self._is_in_eval, is_quiet=True)
             block = stack.enter_context(aside(self._trainer, collection, draws, in_eval=in_eval, state=self._state))
+            put_gradients(parameters_of_step(self._trainer) if earlier else (), earlier)
             norms = BatchNormsThatMix(self.module)
             with norms, self._group.passes(), torch.no_grad(), draws:
                 result = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own}))
