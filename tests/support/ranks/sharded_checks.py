@@ -136,6 +136,24 @@ class LogsAtTimes(Deep):
         self.seen.append(float(self.trainer.callback_metrics.get("largest", torch.zeros(()))))
 
 
+class WithAuxiliaryLoss(torch.autograd.Function):
+    """Gives an auxiliary loss the gradient 1."""
+
+    @staticmethod
+    def forward(ctx, rows, auxiliary):
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class Auxiliary(Deep):
+    def forward(self, tokens):
+        rows = super().forward(tokens)
+        return WithAuxiliaryLoss.apply(rows, 0.1 * rows.pow(2).mean())
+
+
 class Sealed(Deep):
     """Has batches that cannot be sent."""
 
@@ -153,6 +171,7 @@ KINDS = {
     "contrastive validation": ContrastiveValidation,
     "wrapped": Wrapped,
     "clamping": Clamping,
+    "auxiliary": Auxiliary,
     "draws on first": DrawsOnFirst,
     "fails on second": FailsOnSecond,
 }
@@ -218,8 +237,8 @@ def short_of_memory() -> dict[str, Any]:
     """Return a fit in whose first check one rank runs out of memory, with more than two rows."""
     once = Runner.run
 
-    def run_rows(own: Runner, kwargs: Any, batch: Any, draws: Any) -> Any:
-        found = once(own, kwargs, batch, draws)
+    def run_rows(own: Runner, kwargs: Any, batch: Any, draws: Any, **options: Any) -> Any:
+        found = once(own, kwargs, batch, draws, **options)
         if local_rank() == 1 and len(batch["tokens"]) > 2:
             raise RuntimeError(TEXT)
         return found

@@ -21,6 +21,7 @@ def several():
         ("sealed", 1),
         ("contrastive validation", 2),
         ("clamping", 1),
+        ("auxiliary", 1),
     )
 
 
@@ -51,6 +52,11 @@ def test_a_batch_split_after_a_check_trains_as_a_whole_one():
 def test_all_ranks_refuse_a_module_that_compares_rows():
     for fits in several():
         assert "Contrastive cannot be split exactly" in fits["contrastive", 1]["refused"]
+
+
+def test_all_ranks_refuse_a_backward_pass_that_is_not_proportional_to_the_loss():
+    for fits in several():
+        assert "a backward pass that is not proportional to its loss" in fits["auxiliary", 1]["refused"]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from lightning_unified.step.exactness.trials.proportion import is_proportional
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_existence,
     refusal_of_gradients,
+    refusal_of_proportion,
     refusal_of_state,
 )
 from lightning_unified.step.exactness.trials.rounding import MARGIN, MOST, nudged
@@ -104,9 +105,15 @@ class Judge:
         )
 
     def _is_proportional(self, comparison: Comparison) -> bool:
-        """Return whether backward passes are proportional to the loss, by the first trial of a check."""
+        """Return whether backward passes are proportional to the loss, by the first trial of a check.
+
+        Raises:
+            SplitError: If they are not, and parameters are not whole, so that nothing can weight their gradients afterwards.
+        """
         if self._proportional is None:
             self._proportional = not self._runner.anywhere(not is_proportional(comparison))
+            if not (self._proportional or self._runner.has_whole_parameters):
+                raise refusal_of_proportion(self._whose)
         return self._proportional
 
     def _compared(self, runs: TrialRuns, rules: Sequence[LossRule], *, is_quiet: bool) -> tuple[Comparison, str]:

@@ -16,6 +16,7 @@ __all__ = [
     "refusal_of_existence",
     "refusal_of_gradients",
     "refusal_of_predictions",
+    "refusal_of_proportion",
     "refusal_of_renormed",
     "refusal_of_state",
     "refusal_of_switches",
@@ -23,6 +24,19 @@ __all__ = [
     "refusal_of_writes",
     "unsplit",
 ]
+
+
+def refusal_of_proportion(whose: str) -> SplitError:
+    """Return the error for a backward pass that is not proportional to the loss, on ranks that hold shards.
+
+    Args:
+        whose: The name of the module's class.
+    """
+    return SplitError(
+        f"{whose} has a backward pass that is not proportional to its loss: a gradient hook adds to a gradient or keeps it, or a function of autograd has "
+        'a gradient of its own. Ranks that hold shards cannot split its batches. Give UnifiedFSDPStrategy(hold="parameters"), or declare '
+        "MicroBatchRules(splittable=False) to run batches whole."
+    )
 
 
 def refusal_of_gradients(
