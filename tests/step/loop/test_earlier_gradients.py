@@ -70,3 +70,12 @@ def test_code_that_drops_or_copies_gradients_does_not_read_them():
         torch.optim.SGD(layer.parameters(), 0.1).zero_grad()
         copy.deepcopy(layer)
         layer.double()
+
+
+def test_compilation_does_not_read_gradients():
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True)
+    for one in layer.parameters():
+        one.grad = torch.ones_like(one)
+    with GradientReads(layer.parameters()):
+        assert torch.allclose(compiled(torch.ones(3, 2)), layer(torch.ones(3, 2)))

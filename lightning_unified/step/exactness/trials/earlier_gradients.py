@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 __all__ = ["GradientReadError", "GradientReads", "copies_of_gradients", "put_gradients"]
 
 _OWN: Any = torch.Tensor.grad  # the descriptor
-_PASSING = ("zero_grad", "__deepcopy__", "_apply")  # torch's functions that read gradients to drop or copy them
+_PASSING = ("zero_grad", "_apply")  # torch's functions that read gradients to drop or move them
+_INSIDE = ("torch._", "torch.fx.")  # torch's modules that copy tensors, or read gradients while they compile
 
 
 class GradientReadError(BaseException):
@@ -39,7 +40,7 @@ class GradientReads:
         del torch.Tensor.grad
 
     def _get(self, tensor: Tensor) -> Tensor | None:
-        if id(tensor) in self._waiting and sys._getframe(1).f_code.co_name not in _PASSING:
+        if id(tensor) in self._waiting and not _is_passing(sys._getframe(1)):
             raise GradientReadError
         return _OWN.__get__(tensor)
 
@@ -50,6 +51,11 @@ class GradientReads:
     def _delete(self, tensor: Tensor) -> None:
         self._waiting.discard(id(tensor))
         _OWN.__delete__(tensor)
+
+
+def _is_passing(reader: FrameType) -> bool:
+    """Return whether torch reads a gradient without a use for its values."""
+    return reader.f_code.co_name in _PASSING or reader.f_globals.get("__name__", "").startswith(_INSIDE)
 
 
 def copies_of_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:

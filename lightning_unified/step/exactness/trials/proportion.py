@@ -18,7 +18,8 @@ _FACTOR = 0.5  # a power of two, so that it adds no rounding
 def is_proportional(comparison: Comparison) -> bool:
     """Return whether a factor of the loss changes a backward pass by that factor only.
 
-    What the pass writes and logs must stay the same.     The smallest micro-batch with a gradient runs once more, with half its loss in the backward pass.
+    What the pass writes and logs must stay the same. The smallest micro-batch with a gradient runs once more, with half its loss in the
+    backward pass.
     """
     split = comparison.split
     sizes = [(size, index) for index, size in enumerate(split.sizes) if not split.runs[index].gradient.says_nothing]
