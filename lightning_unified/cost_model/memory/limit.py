@@ -126,6 +126,8 @@ class _WithinLimit:
     def __init__(self, pools: Pools, limit: float) -> None:
         self._pools, self._limit = pools, limit
         self.addresses = getattr(pools, "addresses", None)
+        # bound here, because a replay calls them for every block
+        self.rounded, self.give_back = pools.rounded, pools.give_back
 
     @property
     def reserved(self) -> int:
@@ -133,9 +135,6 @@ class _WithinLimit:
 
     def on_stream(self, stream: int) -> None:
         cast("CudaSegments", self._pools).on_stream(stream)
-
-    def rounded(self, size: int) -> int:
-        return self._pools.rounded(size)
 
     def reuse(self, size: int) -> Block | None:
         return self._pools.reuse(size)
@@ -149,9 +148,6 @@ class _WithinLimit:
 
     def _has_room(self, size: int, *, pressed: bool) -> bool:
         return self.reserved + self._pools.growth(size, pressed=pressed) <= self._limit
-
-    def give_back(self, block: Block) -> None:
-        self._pools.give_back(block)
 
     def release(self) -> None:
         self._pools.release()
@@ -215,10 +211,11 @@ class _MetalWithinLimit(_WithinLimit):
     def __init__(self, pools: Pools, limit: float) -> None:
         super().__init__(pools, limit)
         self.limits = _NotedLimits(limit)
+        self._take = cast("MetalPools", pools).take
 
     @override
     def reuse(self, size: int) -> Block:
-        block = cast("MetalPools", self._pools).take(size, self.limits)
+        block = self._take(size, self.limits)
         if block is None:
             raise FullError
         return block

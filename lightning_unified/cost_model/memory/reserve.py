@@ -156,14 +156,15 @@ class Replay:
 
     def _replay(self, moves: Iterable[Move], beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
-        due, take, give = sorted(beginnings, reverse=True), self._take, self._give
+        due, take, freed = sorted(beginnings, reverse=True), self._take, self._blocks.pop
+        give_back = self._pools.give_back
         for at, storage, taken in moves:
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
-            if taken is None:
-                give(storage)
-            else:
+            if taken is not None:
                 take(taken)
+            elif (block := freed(storage, None)) is not None:
+                give_back(block)
         for last in reversed(due):
             if last < len(self._step):
                 self._take_all(beginnings[last])
@@ -214,9 +215,9 @@ class Replay:
         count = take.bytes
         if not count:
             return None
-        if take.category == "workspaces" and self._addresses is not None:
+        if self._addresses is not None and take.category == "workspaces":
             self._addresses.multiply()
-        if take.stream != self._stream and self._has_streams:
+        if self._has_streams and take.stream != self._stream:
             self._stream = take.stream
             cast("CudaSegments", self._pools).on_stream(take.stream)
         pools = self._pools

@@ -15,7 +15,6 @@ finishes commands, private pools of graphs, and the settings `max_split_size_mb`
 """
 
 import bisect
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -112,40 +111,64 @@ class Pools(Protocol):
 
 
 class Freed:
-    """Freed blocks ordered by size, then by address."""
+    """Freed blocks ordered by size, then by address.
+
+    Blocks of one size lie together. Most tensors have the size of a freed block, so they need no search among all blocks.
+    """
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._order: list[tuple[int, int]] = []  # keys of the blocks: tuples compare faster than objects
+        self._sizes: list[int] = []
+        self._by_size: dict[int, tuple[list[int], list[Block]]] = {}  # addresses, and the blocks in the same order
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks in their order."""
+        return [block for size in self._sizes for block in self._by_size[size][1]]
 
     def add(self, block: Block) -> None:
-        order = block.size, block.at
-        at = bisect.bisect_right(self._order, order)
-        self._order.insert(at, order)
-        self.blocks.insert(at, block)
+        equal = self._by_size.get(block.size)
+        if equal is None:
+            bisect.insort(self._sizes, block.size)
+            self._by_size[block.size] = [block.at], [block]
+            return
+        places, blocks = equal
+        at = bisect.bisect_right(places, block.at)
+        places.insert(at, block.at)
+        blocks.insert(at, block)
 
     def discard(self, block: Block) -> None:
-        at = bisect.bisect_left(self._order, (block.size, block.at))
-        while self.blocks[at] is not block:
+        places, blocks = self._by_size[block.size]
+        at = bisect.bisect_left(places, block.at)
+        while blocks[at] is not block:
             at += 1
-        del self.blocks[at], self._order[at]
+        self._remove(block.size, at)
 
     def smallest(self, size: int) -> Block | None:
         """Return the smallest block of at least `size` bytes."""
-        at = bisect.bisect_left(self._order, (size,))
-        return self.blocks[at] if at < len(self.blocks) else None
+        found = self._size_from(size)
+        return None if found is None else self._by_size[found][1][0]
 
     def from_size(self, size: int) -> Iterator[Block]:
         """Yield the blocks of at least `size` bytes in their order."""
-        yield from itertools.islice(self.blocks, bisect.bisect_left(self._order, (size,)), None)
+        for found in self._sizes[bisect.bisect_left(self._sizes, size) :]:
+            yield from self._by_size[found][1]
 
     def pop(self, size: int, *, most: float) -> Block | None:
         """Remove and return the smallest block from `size` to `most` bytes; None if there is none."""
-        at = bisect.bisect_left(self._order, (size,))
-        if at == len(self._order) or self._order[at][0] > most:
-            return None
-        del self._order[at]
-        return self.blocks.pop(at)
+        found = size if size in self._by_size else self._size_from(size)
+        return None if found is None or found > most else self._remove(found, 0)
+
+    def _size_from(self, size: int) -> int | None:
+        """Return the smallest size of a block that is at least `size`; None if there is none."""
+        at = bisect.bisect_left(self._sizes, size)
+        return self._sizes[at] if at < len(self._sizes) else None
+
+    def _remove(self, size: int, at: int) -> Block:
+        places, blocks = self._by_size[size]
+        if len(blocks) == 1:
+            del self._by_size[size], self._sizes[bisect.bisect_left(self._sizes, size)]
+        del places[at]
+        return blocks.pop(at)
 
 
 def round_up(size: int, multiple: int) -> int:
