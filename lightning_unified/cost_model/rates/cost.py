@@ -16,7 +16,10 @@ runs it, overlaps nothing, and its seconds add up. On a CPU all add up.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.rates.record import Rates
@@ -65,6 +68,8 @@ _SUMS = "lightning_unified.add_product.default"
 It reads and writes the sum after it has multiplied, not meanwhile.
 Source: benchmarks/options/loss/chunked_loss.json, where each further chunk takes 116 µs for a sum of 155 MB.
 """
+
+_Column = np.ndarray[Any, np.dtype[np.float64]]
 
 _Loads = dict[tuple[str, str], float]
 """Busy seconds by processor and phase.
@@ -157,12 +162,25 @@ def least_seconds(
     return least
 
 
-def _recomputed(work: Work, again: Callable[[Work], bool]) -> bool:
-    """Return whether an operation runs again in the backward pass.
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """The operations that every micro-batch repeats, with their seconds as arrays in the order of the step.
 
-    Weights are not gathered again for it.
+    One operation stands for all of its kind in its module.
+
+    Attributes:
+        works: The operations.
+        seconds: The seconds of `"host"` and `"device"`.
+        kernels: The device's seconds to start the kernels.
+        is_forward: Whether an operation belongs to the forward pass.
+        may_recompute: Whether it may run again in the backward pass. Weights are not gathered again.
     """
-    return work.phase == "forward" and not isinstance(work, Collective) and again(work)
+
+    works: list[Work]
+    seconds: dict[str, _Column]
+    kernels: _Column
+    is_forward: "np.ndarray[Any, np.dtype[np.bool_]]"
+    may_recompute: "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
 def _least_loads(
@@ -172,23 +190,29 @@ def _least_loads(
 
     A micro-batch adds the latter however few rows it has.
     """
+    found = _repeated(trace, rates)
+    counted = np.fromiter(map(counts, found.works), bool, len(found.works))
+    rerun = counted & found.may_recompute & np.fromiter(map(again, found.works), bool, len(found.works))
     loads, starts = _loads(trace, rates), {("host", "forward"): rates.part * trace.num_micro_batches}
-    for work, host, device, kernel in _repeated(trace, rates):
-        if not counts(work):
-            _load(loads, work.phase, -host, -device)
-            continue
-        _load(starts, work.phase, host, kernel)
-        if _recomputed(work, again):
-            _load(loads, "backward", _AGAIN * host, _AGAIN * device)
-            _load(starts, "backward", _AGAIN * host, _AGAIN * kernel)
+    for who, seconds in found.seconds.items():
+        begun = seconds if who == "host" else found.kernels
+        for phase in _REPEATED:
+            own = found.is_forward if phase == "forward" else ~found.is_forward
+            repeats = rerun if phase == "backward" else np.False_
+            left_out = np.where(own & ~counted, -seconds, np.where(repeats, _AGAIN * seconds, 0.0))
+            added = np.where(own & counted, begun, np.where(repeats, _AGAIN * begun, 0.0))
+            loads[who, phase] = _summed(loads.get((who, phase), 0.0), left_out)
+            starts[who, phase] = _summed(starts.get((who, phase), 0.0), added)
     return loads, starts
 
 
-def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, float]]:
-    """Return the operations that every micro-batch repeats, with their seconds.
+def _summed(first: float, others: _Column) -> float:
+    """Return the sum of numbers, added one after another: `sum` of an array adds them in another order."""
+    return float(np.add.accumulate(np.concatenate(([first], others)))[-1])
 
-    The seconds are those of the host, of the device, and to start kernels. One operation stands for all of its kind in its module.
-    """
+
+def _repeated(trace: Trace, rates: Rates) -> _Repeated:
+    """Return the operations that every micro-batch repeats; found once for a trace."""
     kept = trace.kept.get("repeated")
     if kept is None or kept[0] is not rates:
         costs = _Costs(rates, trace)
@@ -203,8 +227,16 @@ def _repeated(trace: Trace, rates: Rates) -> list[tuple[Work, float, float, floa
             sums[1] += device
             kernels = work.kernels if isinstance(work, Passes) else 1
             sums[2] += kernels * rates.kernel if work.flops or work.moved else 0.0
-        kept = trace.kept["repeated"] = rates, [(work, sums[0], sums[1], sums[2]) for work, sums in found.values()]
+        kept = trace.kept["repeated"] = rates, _in_arrays(list(found.values()))
     return kept[1]
+
+
+def _in_arrays(found: Sequence[tuple[Work, Sequence[float]]]) -> _Repeated:
+    works = [work for work, _ in found]
+    host, device, kernels = np.array([sums for _, sums in found]).reshape(-1, 3).T
+    is_forward = np.array([work.phase == "forward" for work in works], dtype=bool)
+    gathers = np.array([isinstance(work, Collective) for work in works], dtype=bool)
+    return _Repeated(works, {"host": host, "device": device}, kernels, is_forward, is_forward & ~gathers)
 
 
 def _load(loads: _Loads, phase: str, host: float, device: float) -> None:
@@ -249,7 +281,7 @@ def _added_up(trace: Trace, rates: Rates) -> _Loads:
         if isinstance(event, Collective):
             link = ("link" if event.overlaps else "exposed"), event.phase
             loads[link] = loads.get(link, 0.0) + rates.link_seconds(event.sent)
-        if event.phase == "forward":  # its recomputation in the backward pass costs the same
+        if watched and event.phase == "forward":  # its recomputation in the backward pass costs the same
             for phase in _REPEATED:
                 loads["host", phase] = loads.get(("host", phase), 0.0) + watched
     return loads
