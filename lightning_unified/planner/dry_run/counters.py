@@ -36,11 +36,11 @@ class Counters:
         loop = self._trainer.fit_loop.epoch_loop
         self._progress = [progress.state_dict() for progress in self._all_progress()]
         self._fetched, self._stepped = self._fetcher.fetched, loop._batches_that_stepped
+        owners = list(self._owners())
         self._plain = [
-            (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN)})
-            for owner in self._owners()
+            (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN)}) for owner in owners
         ]
-        kept = (value for owner in self._owners() for value in owner.values() if isinstance(value, Tensor))
+        kept = (value for owner in owners for value in owner.values() if isinstance(value, Tensor))
         known = ((tensor, self._answers.known(tensor)) for tensor in (*self._module.buffers(), *kept))
         with no_dispatch():
             self._values = [(tensor, value.clone()) for tensor, value in known if value is not None]

@@ -300,18 +300,25 @@ def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:
     buffers: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting: list[Module | None] = [module]
+    usual = Module.named_modules
     while waiting:
         one = waiting.pop()
         if one is None or id(one) in seen:
             continue
-        if type(one).named_modules is not Module.named_modules:
+        if type(one).named_modules is not usual:
             return list(module.parameters()), list(module.buffers())
         seen.add(id(one))
-        for own, found in ((one._parameters, parameters), (one._buffers, buffers)):
-            if own:  # most modules have neither
-                found.update((id(tensor), tensor) for tensor in own.values() if tensor is not None)
-        waiting.extend(reversed(one._modules.values()))
+        if one._parameters:  # most modules have neither parameters nor buffers
+            parameters.update(_by_id(one._parameters))
+        if one._buffers:
+            buffers.update(_by_id(one._buffers))
+        if one._modules:
+            waiting.extend(reversed(one._modules.values()))
     return list(parameters.values()), list(buffers.values())
+
+
+def _by_id(tensors: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
+    return {id(one): one for one in tensors.values() if one is not None}
 
 
 def _tensors_of_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:

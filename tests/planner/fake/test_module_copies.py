@@ -1,4 +1,4 @@
-"""Deep copies of modules with fake tensors: what is shared stays shared, and a module's own state is asked for."""
+"""Deep copies of modules: what is shared stays shared, and own states are asked for."""
 
 from collections import OrderedDict
 from typing import Any, Self
