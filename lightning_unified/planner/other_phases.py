@@ -28,6 +28,7 @@ from lightning_unified.planner.search.step_traces import BatchRows, CountedMemor
 from lightning_unified.planner.search.traced_sizes import TracedSizes
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
+from lightning_unified.step.undo import StateWatch
 from lightning_unified.terminal import activity
 from lightning_unified.units import format_bytes
 
@@ -63,6 +64,7 @@ def plan_validation(
     factor: float = 1.0,
     counted: CountedMemory | None = None,
     twins: Twins | None = None,
+    state: StateWatch | None = None,
 ) -> ValidationPlan:
     """Return the plan with the fewest micro-batches that fit within `limit` bytes.
 
@@ -75,13 +77,14 @@ def plan_validation(
         factor: Correction for earlier predictions of this kind on this machine, 1 or more.
         counted: The memory to count beside the tensors; `updates` and `reduction_bytes` are those of training and play no part.
         twins: The module's repeated blocks, if its training step was traced; the training step before a validation step then skips them.
+        state: The watch of the state outside the fake copies, if its training step was traced.
 
     Raises:
         DryRunError: If the step cannot be traced.
     """
     begun, counted, batch = time.monotonic(), counted or CountedMemory(), BatchRows.of(step)
     sizes = TracedSizes(
-        lambda rows, *_: DryRun(step, twins=twins).run(rows),
+        lambda rows, *_: DryRun(step, twins=twins, state=state).run(rows),
         rows=batch.rows,
         unit=batch.unit,
         row_bytes=batch.row_bytes,

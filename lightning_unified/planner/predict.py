@@ -323,8 +323,8 @@ def _with_validation(found: Plan, step: StepSpec, batch: Any, traces: StepTraces
         return found
     try:
         validates = _validation(step, batch, loss_chunk=found.loss_chunk, attention=found.attention)
-        blocks = traces.twins(found.precision, found.attention)
-        validation = plan_validation(validates, limit=found.budget_bytes, twins=blocks)
+        blocks = traces.known.twins_of(found.precision, found.attention)
+        validation = plan_validation(validates, limit=found.budget_bytes, twins=blocks, state=traces.known.state)
     except DryRunError as error:
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
     prediction = replace(found.prediction, validation=validation.prediction)

@@ -22,7 +22,7 @@ the read. A made-up value that can decide a shape lowers the confidence of the t
 shares with the module.
 """
 
-from lightning_unified.planner.dry_run.dry_run import DryRun, DryRuns
+from lightning_unified.planner.dry_run.dry_run import DryRun, DryRuns, watch_of
 from lightning_unified.planner.dry_run.spec import StepSpec
 
-__all__ = ["DryRun", "DryRuns", "StepSpec"]
+__all__ = ["DryRun", "DryRuns", "StepSpec", "watch_of"]

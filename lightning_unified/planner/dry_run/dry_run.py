@@ -24,7 +24,7 @@ from lightning_unified.planner.fake.mode import World, fake_world
 from lightning_unified.planner.repeats import Twins, blocks_of
 from lightning_unified.step.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
-__all__ = ["DryRun", "DryRuns"]
+__all__ = ["DryRun", "DryRuns", "watch_of"]
 
 Traced = TypeVar("Traced", Trace, Trace | None)
 
@@ -40,17 +40,21 @@ class DryRun:
         recompute: The blocks that recompute their activations: True for all, False for none, a policy for some. None leaves the module
             as it is.
         twins: The module's repeated blocks, if dry runs share them.
+        state: The watch of the state outside the fake copy, if dry runs share it.
     """
 
     def __init__(
-        self, spec: StepSpec, *, recompute: RecomputePolicy | bool | None = None, twins: Twins | None = None
+        self,
+        spec: StepSpec,
+        *,
+        recompute: RecomputePolicy | bool | None = None,
+        twins: Twins | None = None,
+        state: StateWatch | None = None,
     ) -> None:
         self._twins = Twins() if twins is None else twins
         self._spec, self._templates, self._recompute = spec, Templates(spec), recompute
         self._fit: FakeFit | None = None
-        # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
-        roots = partial(roots_of, spec.module, spec.trainer, (*TRAINING_STEP, *EVALUATION_STEPS))
-        self._state = StateWatch(roots, tensors=False)
+        self._state = watch_of(spec) if state is None else state
 
     def run(
         self, rows: int, num_micro_batches: int = 1, later_rows: int | None = None, *, length: int | None = None
@@ -209,6 +213,15 @@ class DryRun:
         )
 
 
+def watch_of(spec: StepSpec) -> StateWatch:
+    """Return a watch of the state that a module shares with its fake copies.
+
+    These are the user's objects, globals and closure variables, in which a step may leave fake tensors.
+    """
+    roots = partial(roots_of, spec.module, spec.trainer, (*TRAINING_STEP, *EVALUATION_STEPS))
+    return StateWatch(roots, tensors=False)
+
+
 class DryRuns:
     """Trace one module's step at many sizes, faster than one dry run each, with equal results.
 
@@ -221,6 +234,7 @@ class DryRuns:
         fake_copies: Keeps the last dry run, by precision and kernel. Combinations that differ only in other memory options share this mapping,
             and so one fake copy.
         twins: Keeps the module's repeated blocks, by precision and attention; they hold for all fake copies.
+        state: The watch of the state outside the fake copies; None for a new one.
     """
 
     def __init__(
@@ -230,8 +244,9 @@ class DryRuns:
         recompute: RecomputePolicy | bool | None = None,
         fake_copies: dict[Any, DryRun] | None = None,
         twins: dict[Any, Twins] | None = None,
+        state: StateWatch | None = None,
     ) -> None:
-        self._spec, self._recompute = spec, recompute
+        self._spec, self._recompute, self._state = spec, recompute, watch_of(spec) if state is None else state
         self._key = (spec.precision, spec.optimizer_kernel)
         self._all_twins: dict[Any, Twins] = {} if twins is None else twins
         self._twins = self._all_twins.setdefault((spec.precision, spec.attention), Twins())
@@ -257,7 +272,7 @@ class DryRuns:
         if last is not None:
             trace = last.go_on(rows, num_micro_batches, later_rows, length=length, spec=spec, **options)
         if trace is None:
-            last = self._fake_copies[self._key] = DryRun(spec, **options)
+            last = self._fake_copies[self._key] = DryRun(spec, state=self._state, **options)
             trace = last.run(rows, num_micro_batches, later_rows, length=length)
         return trace
 

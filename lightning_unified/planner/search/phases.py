@@ -1,7 +1,7 @@
 """The phases of one fit, whose plans share their dry runs."""
 
 from lightning_unified.planner.dry_run import StepSpec
-from lightning_unified.planner.search.step_traces import CountedMemory, SizeLimits, StepTraces
+from lightning_unified.planner.search.step_traces import CountedMemory, KnownModule, SizeLimits, StepTraces
 
 __all__ = ["Phases"]
 
@@ -14,12 +14,12 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self._first: StepTraces | None = None
+        self._known: KnownModule | None = None
 
     @property
     def has_first(self) -> bool:
         """Whether a phase was planned before."""
-        return self._first is not None
+        return self._known is not None
 
     def traces(self, step: StepSpec, *, limits: SizeLimits, counted: CountedMemory | None = None) -> StepTraces:
         """Return the traces of the next phase.
@@ -29,6 +29,6 @@ class Phases:
             limits: The micro-batch sizes that are allowed.
             counted: The memory to count beside the tensors of a step.
         """
-        found = StepTraces(step, limits=limits, counted=counted, like=self._first)
-        self._first = self._first or found
+        found = StepTraces(step, limits=limits, counted=counted, like=self._known)
+        self._known = self._known or found.known
         return found

@@ -10,15 +10,16 @@ from lightning_unified.cost_model.generation import generation_before
 from lightning_unified.cost_model.trace.sampling import with_sampling
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
-from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec
+from lightning_unified.planner.dry_run import DryRun, DryRuns, StepSpec, watch_of
 from lightning_unified.planner.repeats import Twins
 from lightning_unified.planner.search.bounds import Bounds
 from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.traced_sizes import TracedSizes, adjusted
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
+from lightning_unified.step.undo import StateWatch
 
-__all__ = ["BatchRows", "CountedMemory", "SizeLimits", "StepTraces"]
+__all__ = ["BatchRows", "CountedMemory", "KnownModule", "SizeLimits", "StepTraces"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +89,29 @@ class BatchRows:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownModule:
+    """What dry runs found out about a module, for those of other batches.
+
+    Attributes:
+        twins: The repeated blocks, by precision and attention.
+        state: The watch of the state outside the fake copies, which keeps the objects that it found.
+    """
+
+    twins: dict[Any, Twins]
+    state: StateWatch
+
+    def twins_of(self, precision: str, attention: str | None) -> Twins:
+        """Return the repeated blocks under an attention, for another dry run of the module."""
+        return self.twins.get((precision, attention), Twins()).borrowed()
+
+
 class StepTraces:
     """The traces of a module's step for one batch on one backend; every dry run is kept.
 
     Args:
         step: The step, whose memory options each combination replaces.
-        like: The traces of the same module for another batch, whose repeated blocks are known.
+        like: What the traces of another batch found out about the same module and Trainer.
 
     Attributes:
         backend: The backend of the traces.
@@ -102,6 +120,7 @@ class StepTraces:
         unit: Rows that stay together; all rows of a batch that cannot be split.
         splits: The rows of each micro-batch, for each even split of the batch; the fewest micro-batches come first.
         operations: Operations in all dry runs so far, a measure of their cost that is the same on every machine.
+        known: What the dry runs found out about the module.
     """
 
     def __init__(
@@ -110,7 +129,7 @@ class StepTraces:
         *,
         limits: SizeLimits | None = None,
         counted: CountedMemory | None = None,
-        like: "StepTraces | None" = None,
+        like: KnownModule | None = None,
     ) -> None:
         self.backend, self.limits, self.counted = step.backend, limits or SizeLimits(), counted or CountedMemory()
         self._step, self._batch = step, BatchRows.of(step)
@@ -120,8 +139,8 @@ class StepTraces:
             self.rows, unit=self.unit, least=self.limits.least, micro_batch_size=self.limits.micro_batch_size
         )
         self._fake_copies: dict[Any, DryRun] = {}
-        known = {} if like is None else like._twins
-        self._twins: dict[Any, Twins] = {key: twins.borrowed() for key, twins in known.items()}
+        twins = {} if like is None else {key: twins.borrowed() for key, twins in like.twins.items()}
+        self.known = KnownModule(twins=twins, state=watch_of(step) if like is None else like.state)
         self._sizes: dict[Combination, TracedSizes] = {}
         self._sampled: dict[str, Any] = {}  # the sampling before the step, by precision
         self._first: dict[str, Trace] = {}  # the user's own step, by precision: a search begins with it
@@ -152,10 +171,6 @@ class StepTraces:
                 trace_whole=self.dry_run(combination, whole_chunks=True),
             )
         return self._sizes[combination]
-
-    def twins(self, precision: str, attention: str | None) -> Twins:
-        """Return the repeated blocks that dry runs found, for another dry run of the module."""
-        return self._twins.get((precision, attention), Twins()).borrowed()
 
     def _sampling(self, precision: str) -> Callable[[Trace], Trace] | None:
         """Return the function that adds the sampling before the step to a trace.
@@ -203,7 +218,12 @@ class StepTraces:
             loss_chunk=combination.loss_chunk,
             attention=combination.attention,
         )
-        dry_runs = DryRuns(step, recompute=combination.recompute, fake_copies=self._fake_copies, twins=self._twins)
+        shared: dict[str, Any] = {
+            "fake_copies": self._fake_copies,
+            "twins": self.known.twins,
+            "state": self.known.state,
+        }
+        dry_runs = DryRuns(step, recompute=combination.recompute, **shared)
 
         def traced(*size: int, **other: Any) -> Trace:
             trace = dry_runs.step(*size, **other)

@@ -49,6 +49,7 @@ class Roots:
         trained: Ids of trained parameters, which `step.recovery` records.
         parameters: The lists that hold these parameters.
         named: The names in methods that a step may call; of data and optimizers, only attributes with these names are visited.
+        changing: Attributes that change at every step: those of schedulers, and the options that they set.
     """
 
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Roots:
     trained: set[int] = field(default_factory=set)
     parameters: list[list[Any]] = field(default_factory=list)
     named: frozenset[str] = frozenset()
+    changing: list[dict[str, Any]] = field(default_factory=list)
 
 
 def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterable[str]) -> Roots:
@@ -87,11 +89,13 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
         for group in optimizer.param_groups:
             roots.trained.update(id(one) for one in group["params"] if one.requires_grad)
             roots.parameters.append(group["params"])
+            roots.changing += [group] if trainer.strategy.lr_scheduler_configs else []
     # a step computes with these, and the optimizer writes its shards of them
     roots.trained.update(id(one) for one in getattr(trainer.strategy, "whole_parameters", ()))
     for index, config in enumerate(trainer.strategy.lr_scheduler_configs):
         path = (None, f"lr_schedulers[{index}]", "global")
         roots.cells.append(MappingCell(vars(config.scheduler), path, style="attribute"))
+        roots.changing.append(vars(config.scheduler))
     if not trainer.strategy.optimizers:
         roots.trained.update(id(one) for one in module.parameters() if one.requires_grad)
     return roots

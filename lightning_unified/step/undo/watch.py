@@ -128,6 +128,7 @@ class StateWatch:
         """
         roots = self._roots()
         self._trained, self._named, self._modules = roots.trained, roots.named, {}
+        self._changing.update((id(one), one) for one in roots.changing)
         self._metrics = {}
         walk = Walk(trained=self._trained, named=self._named, defers=self._is_copied_always).cells(roots.cells)
         met = [*walk.found.modules, *((module, (None, name, "global")) for module, name in roots.modules)]
