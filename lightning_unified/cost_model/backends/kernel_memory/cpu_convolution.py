@@ -11,11 +11,11 @@ depth-wise weights in the usual layout.
 In some cases torch does not use oneDNN: float64, one row of a small image, a one-point kernel on one thread. Then torch
 unfolds the input into columns, group by group, and concatenates the groups' results.
 
-Source: measured call by call on one AVX-512 machine without matrix tiles, with one thread (torch 2.13; float32, bfloat16 and
-float64; 1 to 3 dimensions, strided, grouped, transposed). The formula is exact in float32 and within about 40 KiB in
-bfloat16. It overestimates kernels as wide as their stride, whose weights' gradients are matrix products
-without copies. It underestimates kernels of some dozen entries, for which oneDNN unfolds the input, and groups of 9 or more channels that are no
-multiple of 8. Sums of further threads, up to one weight each in float32, are not modelled. The use of oneDNN
+Source: measured call by call on one AVX-512 machine without matrix tiles, with one thread, and with two where threads count (torch 2.13;
+float32, bfloat16 and float64; 1 to 3 dimensions, strided, grouped, transposed). The formula is exact in float32 and within about 40 KiB in
+bfloat16; with up to 8 channels on the side against the strides within 5 %. It overestimates kernels as wide as their stride, whose weights'
+gradients are matrix products without copies. It underestimates kernels of some dozen entries, for which oneDNN unfolds the input, and groups of
+9 or more channels that are no multiple of 8. Sums of further threads, up to one weight each in float32, are not modelled. The use of oneDNN
 follows `use_mkldnn` in torch's native/Convolution.cpp.
 """
 
@@ -96,10 +96,21 @@ class _Convolution:
         return self.source.shape[1] < _BLOCK and self.groups == 1 and not self.point
 
     @property
-    def transposes_images(self) -> bool:
-        """Whether each thread transposes an image of the result for a float32 weight's gradient."""
-        is_plane = len(self.weight.shape[2:]) < _VOLUME
-        return self.few and self.source.shape[1] < _FEWEST and self.strided and is_plane and not self.half
+    def narrow(self) -> int:
+        """Channels of the side against the strides: the input, or the result of a transposed convolution."""
+        return self.weight.shape[1] * self.groups
+
+    @property
+    def images(self) -> int:
+        """Bytes of the images that threads transpose in a pass against the strides, each beside a weight.
+
+        oneDNN does so in float32 where that side has few channels.
+        """
+        if self.groups > 1 or not self.strided or self.half or self.narrow > _HALF_BLOCK:
+            return 0
+        wide = self.source if self.transposed else self.output
+        threads = min(torch.get_num_threads(), wide.shape[0])
+        return threads * (_blocked(wide) // wide.shape[0] + _blocked_weight(self.weight))
 
     @property
     def channels_last_inside(self) -> bool:
@@ -140,8 +151,10 @@ def cpu_convolution(call: Call) -> tuple[int, ...]:
         return byte_count(output), _made_contiguous(source)
     sums = output.numel() // output.shape[0] * FLOAT if one.point and one.half else 0
     copied = 0 if one.few else _blocked(source)
-    copies = _blocked(output), copied, _blocked_weight(weight, few=one.few), one.image, sums
-    again = 2 * [byte_count(output)] if transposed and one.strided else [_blocked(output)]
+    turned = transposed and one.strided
+    images = one.images if turned else 0
+    copies = _output_copy(one), copied, _blocked_weight(weight, few=one.few), one.image, sums, images
+    again = 2 * [byte_count(output)] if turned else [_blocked(output)]
     return (*_beside(byte_count(output), copies, [byte_count(output), *again]), _made_contiguous(source))
 
 
@@ -201,9 +214,9 @@ def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
     if not one.fills(_HALF_BLOCK):
         return [(source, source)]
     if one.channels_last_inside and not one.transposed:
-        return [(source, byte_count(gradient), byte_count(one.weight)), (source, source, source)]
+        return [(source, byte_count(gradient), byte_count(one.weight), one.images), (source, source, source)]
     copy = _blocked(one.source)
-    return [(copy, _blocked(gradient), _blocked_weight(one.weight)), (source, copy)]
+    return [(copy, _gradient_copy(one, gradient), _blocked_weight(one.weight)), (source, copy)]
 
 
 def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
@@ -213,10 +226,27 @@ def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
     block = _HALF_BLOCK if channels <= _HALF_BLOCK and one.groups == 1 and not (one.point or one.half) else _BLOCK
     weight = _blocked_weight(one.weight, few=few, block=block)
     sums = 2 * weight + (0 if one.point else _images(one)) if one.half else 0
-    if one.transposes_images:
-        threads = min(torch.get_num_threads(), one.source.shape[0])
-        sums = threads * (_blocked(one.output) // one.output.shape[0] + _blocked_weight(one.weight))
-    return weight, _blocked(gradient), 0 if few else _blocked(one.source, block=block), sums, one.image
+    return weight, _gradient_copy(one, gradient), 0 if few else _blocked(one.source, block=block), sums, one.image
+
+
+def _output_copy(one: _Convolution) -> int:
+    """Return the bytes of the result in blocks.
+
+    That of a transposed convolution with strides and few channels is written as it is.
+    """
+    if not (one.transposed and one.images):
+        return _blocked(one.output)
+    return byte_count(one.output) if one.narrow < _FEWEST else _blocked(one.output, block=_HALF_BLOCK)
+
+
+def _gradient_copy(one: _Convolution, gradient: Tensor) -> int:
+    """Return the bytes of the gradient in blocks.
+
+    That of a transposed convolution with few channels is read as it is.
+    """
+    if not one.transposed or one.half or one.groups > 1 or one.narrow > _HALF_BLOCK:
+        return _blocked(gradient)
+    return 0 if one.narrow < _FEWEST else _blocked(gradient, block=_HALF_BLOCK)
 
 
 def _images(one: _Convolution) -> int:

@@ -120,7 +120,6 @@ CONVOLUTIONS = [
     convolution(4, 64, 64, 28, 5, groups=32, last=True),
     convolution(4, 128, 128, 28, 5, groups=4, last=True),
     convolution(4, 128, 128, 28, 3, last=True),
-    convolution(4, 3, 64, 128, 7, stride=2),
     convolution(8, 64, 64, 16, 1),
     convolution(8, 32, 16, 16, 2, stride=2, transposed=True),
 ]
@@ -143,6 +142,25 @@ def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
     for (func, args), real in zip(calls, taken(calls), strict=True):
         said = temporary_bytes(hidden(func, *args, results=real.result))
         assert said == pytest.approx(real.hidden, rel=0.02, abs=8192), (func, args[0].shape, args[1].shape)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_channels_against_the_strides_take_an_image_of_each_thread(taken, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        calls = [
+            *convolution(4, 3, 64, 128, 7, stride=2),
+            *convolution(4, 3, 96, 224, 4, stride=4),
+            *convolution(4, 64, 3, 56, 2, stride=2, transposed=True),
+            *convolution(4, 64, 8, 56, 2, stride=2, transposed=True),
+        ]
+        for (func, args), real in zip(calls, taken(calls), strict=True):
+            said = temporary_bytes(hidden(func, *args, results=real.result))
+            assert said == pytest.approx(real.hidden, rel=0.05), (func, args[0].shape, args[1].shape)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
