@@ -111,7 +111,8 @@ class Judge:
             SplitError: If they are not, and parameters are not whole, so that nothing can weight their gradients afterwards.
         """
         if self._proportional is None:
-            self._proportional = not self._runner.anywhere(not is_proportional(comparison))
+            found = is_proportional(comparison, anywhere=self._runner.anywhere)
+            self._proportional = not self._runner.anywhere(not found)
             if not (self._proportional or self._runner.has_whole_parameters):
                 raise refusal_of_proportion(self._whose)
         return self._proportional

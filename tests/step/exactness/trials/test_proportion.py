@@ -3,6 +3,8 @@
 Gradient hooks may add to gradients or keep them, and functions of autograd may return gradients of their own.
 """
 
+import time
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -131,3 +133,18 @@ def test_a_gradient_hook_that_draws_is_said_to_draw_once_a_micro_batch(caplog):
 def test_a_gradient_hook_that_scales_by_the_norm_is_refused():
     with pytest.raises(SplitError, match="cannot be split exactly"):
         run(ClipsTheWhole, strategy=UnifiedStrategy(micro_batch_size=3))
+
+
+class LogsTimes(Net):
+    """Logs the time of each step."""
+
+    def loss(self, out, batch):
+        self.log("time", time.perf_counter())
+        return F.cross_entropy(out, batch["y"])
+
+
+def test_logs_that_differ_between_equal_runs_say_nothing():
+    strategy = UnifiedStrategy(micro_batch_size=3)
+    run(LogsTimes, strategy=strategy)
+
+    assert strategy.policy.splits.passes.is_proportional
