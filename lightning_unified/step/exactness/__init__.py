@@ -5,7 +5,7 @@ mean over terms. Then the gradient of B is a weighted sum of the micro-batches' 
 
     g(B) = sum_i w_i g(B_i),    w_i = terms(B_i) / terms(B)
 
-The code of a module shows neither condition. A contrastive loss mixes rows. A class-weighted mean has terms that no field counts. So the
+The code of a module shows neither condition. A contrastive loss mixes rows. A mean may have weights that no field holds. So the
 check runs some rows whole, runs the same rows in three unequal micro-batches, and compares every result.
 
 1. *Rows* are chosen so that labels, masks, lengths and missing values differ among the micro-batches (`rows`).
@@ -31,4 +31,5 @@ One check sees only a sample of the data, so checks repeat: at split batches 1, 
 | tables | the merge rules of one stage |
 | draws | random draws, recorded and replayed, or made equal |
 | facts | facts about a batch, its module and the run's progress |
+| parameters | what a step does with weights, and with gradients of the batch before |
 """

@@ -14,7 +14,7 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.trials.earlier_gradients import copies_of_gradients, put_gradients
+from lightning_unified.step.exactness.parameters.earlier_gradients import copies_of_gradients, put_gradients
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.small_parameters import SmallParameters
 from lightning_unified.step.loop.split_results import SplitResults

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_unified.step.exactness.trials.earlier_gradients import GradientReadError, GradientReads
+from lightning_unified.step.exactness.parameters.earlier_gradients import GradientReadError, GradientReads
 from tests.support.lanes import first_cells
 from tests.support.modules.split import Net
 from tests.support.runs.split_and_whole import same_cut_and_whole

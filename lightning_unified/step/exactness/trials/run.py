@@ -24,12 +24,13 @@ from lightning_unified.step.exactness.facts.labels import Scoring, scorings
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import CheckGroup
-from lightning_unified.step.exactness.trials.earlier_gradients import (
+from lightning_unified.step.exactness.parameters.earlier_gradients import (
     GradientReadError,
     GradientReads,
     copies_of_gradients,
     put_gradients,
 )
+from lightning_unified.step.exactness.parameters.used_weights import NotedShards, UsedWeights, used_otherwise
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_renormed,
     refusal_of_switches,
@@ -37,7 +38,6 @@ from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_writes,
 )
 from lightning_unified.step.exactness.trials.results import Results, aside, copied, is_batch_norm
-from lightning_unified.step.exactness.trials.used_weights import NotedShards, UsedWeights, used_otherwise
 from lightning_unified.step.exactness.verdict import BatchNormsThatMix, refusal_of_batch_norms, refuse_batch_norm
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.renormed import RenormedRows

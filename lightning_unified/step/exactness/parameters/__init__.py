@@ -1,0 +1,1 @@
+"""Watches over the parameters of a module while its step runs."""
