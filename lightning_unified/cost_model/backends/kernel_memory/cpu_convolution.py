@@ -76,6 +76,11 @@ class _Convolution:
         return self.groups > 1 and self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
 
     @property
+    def of_volumes(self) -> bool:
+        """Whether it is depth-wise in 3 dimensions and float32; its result is then there beside both copies."""
+        return self.depthwise and len(self.weight.shape[2:]) == _VOLUME and not self.half
+
+    @property
     def direct(self) -> bool:
         """Whether oneDNN has a kernel of its own for a depth-wise weight's gradient."""
         kernel = self.weight.shape[2:]
@@ -153,7 +158,8 @@ def cpu_convolution(call: Call) -> tuple[int, ...]:
     copied = 0 if one.few else _blocked(source)
     turned = transposed and one.strided
     images = one.images if turned else 0
-    copies = _output_copy(one), copied, _blocked_weight(weight, few=one.few), one.image, sums, images
+    result = byte_count(output) if one.of_volumes else 0
+    copies = result, _output_copy(one), copied, _blocked_weight(weight, few=one.few), one.image, sums, images
     again = 2 * [byte_count(output)] if turned else [_blocked(output)]
     return (*_beside(byte_count(output), copies, [byte_count(output), *again]), _made_contiguous(source))
 

@@ -113,6 +113,8 @@ CONVOLUTIONS = [
     convolution(4, 96, 96, 28, 7, groups=96),
     convolution(4, 96, 96, 28, 5, stride=2, groups=96),
     convolution(4, 128, 128, 256, 7, groups=128, dims=1),
+    convolution(4, 32, 32, 16, 3, groups=32, dims=3),
+    convolution(4, 48, 48, 12, 5, groups=48, dims=3),
     convolution(4, 96, 96, 28, 3, groups=96, last=True),
     convolution(4, 96, 96, 28, 7, groups=96, last=True),
     convolution(4, 64, 64, 28, 3, groups=32),
