@@ -109,9 +109,9 @@ class _Convolution:
     def images(self) -> int:
         """Bytes of the images that threads transpose in a pass against the strides, each beside a weight.
 
-        oneDNN does so in float32 where that side has few channels.
+        oneDNN does so where that side has few channels.
         """
-        if self.groups > 1 or not self.strided or self.half or self.narrow > _HALF_BLOCK:
+        if self.groups > 1 or not self.strided or self.narrow > _HALF_BLOCK:
             return 0
         wide = self.source if self.transposed else self.output
         threads = min(torch.get_num_threads(), wide.shape[0])
@@ -250,7 +250,11 @@ def _gradient_copy(one: _Convolution, gradient: Tensor) -> int:
 
     That of a transposed convolution with few channels is read as it is.
     """
-    if not one.transposed or one.half or one.groups > 1 or one.narrow > _HALF_BLOCK:
+    if not one.transposed or one.groups > 1:
+        return _blocked(gradient)
+    if one.half:
+        return 0 if one.narrow < _BLOCK else _blocked(gradient)
+    if one.narrow > _HALF_BLOCK:
         return _blocked(gradient)
     return 0 if one.narrow < _FEWEST else _blocked(gradient, block=_HALF_BLOCK)
 
@@ -263,7 +267,7 @@ def _images(one: _Convolution) -> int:
     if not one.half or one.weight.shape[1] == 1:
         return 0
     source = byte_count(one.source) if one.few else _blocked(one.source)
-    return (source + _blocked(one.output)) // one.source.shape[0]
+    return (source + _gradient_copy(one, one.output)) // one.source.shape[0]
 
 
 def _weight_of_channels_last(one: _Convolution, *, most: int) -> int:
