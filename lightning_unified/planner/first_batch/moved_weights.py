@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.nn.cuda_graphs import graphs_exist, users
+from lightning_unified.nn.cuda_graphs import graphs_exist, owns_memory
 
 __all__ = ["move_weights"]
 
@@ -43,8 +43,7 @@ def move_weights(module: nn.Module, device: torch.device) -> None:
 
 
 def _movable(module: nn.Module, device: torch.device) -> Iterator[Tensor]:
-    alone = users(torch.empty(1))
     for one in (*module.parameters(), *module.buffers()):
         is_plain = type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and one.device == device
-        if is_plain and one.untyped_storage().nbytes() == one.nbytes in _SHARED and users(one) == alone:
+        if is_plain and one.nbytes in _SHARED and owns_memory(one):
             yield one

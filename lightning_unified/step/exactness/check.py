@@ -93,9 +93,8 @@ class ExactnessCheck:
         )
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
         self._outside_facts, self._carried = OutsideFacts(trainer.lightning_module), CarriedRows(self.tables.written)
-        self._agreed, self._last = AgreedRules(rules), LastAgreement()
+        self._agreed, self._last, self._passes = AgreedRules(rules), LastAgreement(), Passes()
         self._verdict: Verdict | None = None
-        self._passes = Passes()
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
@@ -324,11 +323,11 @@ class ExactnessCheck:
             except SplitError as refusal:
                 found = refusal
         self.host_figures.ignored |= {one.ignore_index for one in self._runner.scorings}
+        is_new = self._group.anywhere(not self._runner.scorings <= known)
         try:
             return self._group.agreed(found, check.rules), check.rules
-        except SplitError as refusal:
-            # unless no rule left out the labels that the loss ignores, or knew its class weights
-            if tries == 1 or self._runner.scorings <= known or not refusal.is_for_rules:
+        except SplitError as refusal:  # rules may have lacked the labels that the loss ignores, or its class weights
+            if tries == 1 or not is_new or not refusal.is_for_rules:
                 raise
         return self._findings(asked, tries - 1)
 

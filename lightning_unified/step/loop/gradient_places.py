@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_unified.nn.cuda_graphs import users
+from lightning_unified.nn.cuda_graphs import owns_memory, users
 
 __all__ = ["GradientPlaces"]
 
@@ -87,10 +87,9 @@ class GradientPlaces:
 def _move_down(tensors: Sequence[Tensor]) -> None:
     """Move large tensors whose memory nothing else uses to lower addresses."""
     _release()
-    alone = users(torch.empty(1))
     left: list[Tensor] = []  # old memory that copies must not go to
     for one in sorted(tensors, key=Tensor.data_ptr, reverse=True):
-        if one.nbytes <= _SMALL or one.untyped_storage().nbytes() != one.nbytes or users(one) != alone:
+        if one.nbytes <= _SMALL or not owns_memory(one):
             continue
         try:
             copy = one.data.clone()

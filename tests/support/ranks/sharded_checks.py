@@ -11,6 +11,7 @@ from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.trials.run import Runner
+from tests.support.modules.auxiliary import WithAuxiliaryLoss
 from tests.support.ranks.modules import TEXT
 from tests.support.ranks.shard_faults import local_rank
 from tests.support.ranks.sharded import FEW, SETTINGS, Deep, trained
@@ -134,18 +135,6 @@ class LogsAtTimes(Deep):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append(float(self.trainer.callback_metrics.get("largest", torch.zeros(()))))
-
-
-class WithAuxiliaryLoss(torch.autograd.Function):
-    """Gives an auxiliary loss the gradient 1."""
-
-    @staticmethod
-    def forward(ctx, rows, auxiliary):
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, torch.ones((), dtype=gradient.dtype)
 
 
 class Auxiliary(Deep):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import first_cells
+from tests.support.modules.auxiliary import WithAuxiliaryLoss
 from tests.support.modules.split import Net, run
 from tests.support.runs.split_and_whole import same_cut_and_whole
 
@@ -62,18 +63,6 @@ class KeepsAccumulated(Hooked):
 
     def keep(self, parameter):
         self.count = parameter.grad
-
-
-class WithAuxiliaryLoss(torch.autograd.Function):
-    """Gives an auxiliary loss the gradient 1, whatever the gradient of the loss is."""
-
-    @staticmethod
-    def forward(ctx, hidden, auxiliary):
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, torch.ones((), dtype=gradient.dtype)
 
 
 class Auxiliary(Net):
