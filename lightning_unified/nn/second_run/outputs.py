@@ -8,16 +8,16 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_unified.nn.second_run.modes import BlockMode
+from lightning_unified.nn.second_run.projections import Projections
 
 __all__ = ["Observed"]
 
-_ENTRIES = 1 << 10  # entries of each tensor: enough to find a difference, few to keep
 # Judgement: relative tolerances. A CPU rounds alike twice; kernels of a GPU may add in another order, or choose another algorithm.
 _DOUBLE, _SINGLE, _SINGLE_ON_DEVICES, _HALF = 1e-9, 1e-5, 1e-3, 2e-2
 
 
 class Observed(BlockMode):
-    """Dispatch mode that keeps some entries of each operation's result in one run of a block.
+    """Dispatch mode that keeps projections of each operation's result in one run of a block.
 
     Operations count because a block's output may hide a difference that its gradients have. A normalised output, for example, does not
     depend on the scale of its input. Left out are operations on tensor subclasses, and those that write into tensors or return
@@ -31,12 +31,11 @@ class Observed(BlockMode):
         super().__init__()
         self._looks_inside = looks_inside
         self._names: list[Any] = []
-        self._results: list[Tensor] = []
-        self._outputs: list[Tensor] = []
+        self._results, self._outputs = Projections(), Projections()
         self._tolerance = 0.0
 
     def run(self, function: Any, values: Any) -> Any:
-        """Return `function(*values)`, and keep entries of its outputs."""
+        """Return `function(*values)`, and keep projections of its outputs."""
         if self._looks_inside:
             with self:
                 outputs = function(*values)
@@ -44,7 +43,7 @@ class Observed(BlockMode):
             outputs = function(*values)
         for leaf in tree_leaves(outputs):
             if _is_comparable(leaf):
-                self._outputs.append(_sample(leaf))
+                self._outputs.add(leaf)
                 self._tolerance = max(self._tolerance, _tolerance(leaf))
         return outputs
 
@@ -57,7 +56,7 @@ class Observed(BlockMode):
             first: Any = result[0] if isinstance(result, tuple | list) and result else result
             if _is_comparable(first):
                 self._names.append(func)
-                self._results.append(_sample(first))
+                self._results.add(first)
                 self._tolerance = max(self._tolerance, _tolerance(first))
         return result
 
@@ -66,18 +65,17 @@ class Observed(BlockMode):
 
         The second run may lack operations, or have others, if a cache outside the block holds their results. Then only outputs count.
         """
-        if [len(one) for one in self._outputs] != [len(one) for one in again._outputs]:
+        if self._outputs.shapes != again._outputs.shapes:
             return "its output has another shape"
-        if self._differs(self._outputs, again._outputs):
+        if self._differing(self._outputs, again._outputs):
             return "its output has other values"
-        is_alike = self._names == again._names and [*map(len, self._results)] == [*map(len, again._results)]
-        differing = self._differs(self._results, again._results) if is_alike else []
+        is_alike = self._names == again._names and self._results.shapes == again._results.shapes
+        differing = self._differing(self._results, again._results) if is_alike else []
         return f"{self._names[differing[0]]} returned other values" if differing else ""
 
-    def _differs(self, ours: list[Tensor], others: list[Tensor]) -> list[int]:
-        """Return the indices of the samples that differ."""
-        by = [_relative(one, other) for one, other in zip(ours, others, strict=True)]
-        shares = torch.stack([one.to(by[0].device) for one in by]).tolist() if by else []
+    def _differing(self, ours: Projections, others: Projections) -> list[int]:
+        """Return the indices of the tensors that differ."""
+        shares = ours.differences(others)
         return [index for index, share in enumerate(shares) if not share <= self._tolerance]  # NaN differs
 
 
@@ -95,13 +93,6 @@ def _is_comparable(leaf: Any) -> bool:
     )
 
 
-def _sample(leaf: Tensor) -> Tensor:
-    values = torch.view_as_real(leaf.detach().resolve_conj()) if leaf.is_complex() else leaf.detach()
-    in_memory = sorted(range(values.dim()), key=values.stride, reverse=True)  # a view of one dimension where possible
-    stride = values.numel() // _ENTRIES | 1  # odd: an even stride would skip columns of a matrix of even width
-    return values.permute(in_memory).reshape(-1)[::stride].clone()
-
-
 def _tolerance(leaf: Tensor) -> float:
     device = leaf.device.type
     if leaf.dtype.itemsize < 4:
@@ -109,13 +100,3 @@ def _tolerance(leaf: Tensor) -> float:
     if leaf.dtype in (torch.float64, torch.complex128):
         return _DOUBLE
     return _SINGLE if device == "cpu" else _SINGLE_ON_DEVICES
-
-
-def _relative(one: Tensor, other: Tensor) -> Tensor:
-    """Return the norm of the difference of two samples, as a share of the larger norm."""
-    wide = torch.float64 if one.device.type == "cpu" or one.dtype is torch.float64 else torch.float32
-    one, other = one.to(wide), other.to(wide)
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    difference = torch.where(is_same, 0, one - other).norm()
-    size = torch.maximum(*(each.nan_to_num(0, 0, 0).norm() for each in (one, other)))
-    return torch.where(is_same.all(), 0, difference / size)
