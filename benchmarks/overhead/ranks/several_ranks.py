@@ -10,7 +10,7 @@ count there lie between the checks of batches 32 and 64.
 
 Usage: python -m benchmarks.overhead.ranks.several_ranks [weights transformer gpt] [--accelerator cuda] [--ranks 2] [--pairs 8] [--steps 20]
        [--small]
-       (writes benchmarks/overhead/ranks/several_ranks.json; --small is for machines without accelerators)
+       (writes two_ranks.json or four_ranks.json beside it, by the number of ranks; --small is for machines without accelerators)
 """
 
 import argparse
@@ -37,6 +37,7 @@ from benchmarks.options.blocks import compiled_blocks
 from lightning_unified import UnifiedDDPStrategy
 
 MIB = 2**20
+NAMES = {2: "two", 4: "four", 8: "eight"}
 BUDGET_MIB = 8 * 1024  # of a rank, for the decoder; without a limit its peak is about 17 GiB
 
 
@@ -232,8 +233,7 @@ def run(rank: int, port: int, options: argparse.Namespace) -> None:
     }
     print(json.dumps(result, indent=2))
     if not options.small:
-        target = Path(__file__).with_suffix(".json")
-        target.parent.mkdir(exist_ok=True)
+        target = Path(__file__).with_name(f"{NAMES[options.ranks]}_ranks.json")
         target.write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -242,7 +242,7 @@ if __name__ == "__main__":
     kinds = ("weights", "transformer", "gpt")
     parser.add_argument("kinds", nargs="*", default=kinds, metavar="KIND", help=f"of {', '.join(kinds)} (default: all)")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one a device (default: 2)")
+    parser.add_argument("--ranks", type=int, choices=NAMES, default=2, help="processes, one a device (default: 2)")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks (default: 8)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps a block (default: 20)")
     parser.add_argument("--micro-batches", type=int, default=1, help="of each batch of ours (default: 1)")

@@ -15,7 +15,7 @@ __all__ = ["Projections"]
 
 _ENTRIES = 1 << 10  # entries of each tensor, or up to twice as many: enough to find a difference
 _NUMBERS = 16  # projections of each tensor: their norm is right within a fifth or so
-_ROWS = 64  # tensors whose projections share one piece of memory, since a GPU's allocator gives 512 bytes at least
+_ROWS = 16  # tensors whose projections share one piece of memory, since a GPU's allocator gives 512 bytes at least
 
 
 class Projections:
