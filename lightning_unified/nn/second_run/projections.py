@@ -1,4 +1,4 @@
-"""Keep little of many tensors: random projections of some of their entries.
+"""Keep random projections of some entries of many tensors.
 
 Two runs of a block are compared by all of its results. Copies of a thousand entries of each took megabytes, which no plan counted.
 A projection on random numbers of unit variance has on average the size of what it projects (Johnson and Lindenstrauss, 1984), so
@@ -49,9 +49,9 @@ class Projections:
         return free.pop()
 
     def differences(self, others: "Projections") -> list[float]:
-        """Return the norm of the difference of each tensor and its counterpart, as a share of the larger norm.
+        """Return how much each tensor differs from its counterpart.
 
-        NaN equals NaN. The share is NaN where only one of them is NaN.
+        That is the norm of their difference as a share of the larger norm. NaN equals NaN. The share is NaN where only one of them is NaN.
 
         Args:
             others: Of tensors of the same shapes.
@@ -70,7 +70,10 @@ class Projections:
 
 
 def _some_entries(leaf: Tensor) -> Tensor:
-    """Return fewer than 2,048 entries as one row, in float64 on a CPU and for tensors of that type, otherwise in float32."""
+    """Return fewer than 2,048 entries in one dimension.
+
+    They are in float64 on a CPU and for tensors of that type, otherwise in float32.
+    """
     values = torch.view_as_real(leaf.detach().resolve_conj()) if leaf.is_complex() else leaf.detach()
     in_memory = sorted(range(values.dim()), key=values.stride, reverse=True)  # a view of one dimension where possible
     stride = values.numel() // _ENTRIES | 1  # odd: an even stride would skip columns of a matrix of even width
@@ -80,6 +83,9 @@ def _some_entries(leaf: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return 2,048 numbers of unit variance without a pattern, the same each time and without a random generator."""
+    """Return 2,048 numbers of unit variance without a pattern.
+
+    They are the same each time, and no random generator is used.
+    """
     count = torch.arange(1, 2 * _ENTRIES + 1, device=device, dtype=dtype)
     return count.square().sin() * math.sqrt(2)
