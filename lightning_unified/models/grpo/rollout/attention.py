@@ -7,14 +7,22 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_unified.models.grpo.rollout.few_rows.operators import HALF, attend_token
+
 __all__ = ["packed_attention"]
 
 _NAME = "one_token_over_static_cache"
+_WIDEST = 256  # width of a head whose tiles fit into a program's memory
 
 
 @contextmanager
-def packed_attention(lm: Any) -> Iterator[None]:
-    """Replace torch's attention (sdpa) in `lm` by the one below while it decodes; others stay."""
+def packed_attention(lm: Any, *, by_kernel: bool) -> Iterator[None]:
+    """Replace torch's attention (sdpa) in `lm` by one below while it decodes; others stay.
+
+    Args:
+        lm: A causal language model of transformers.
+        by_kernel: Whether `attend_token` may compute it; otherwise it is torch's product.
+    """
     config = lm.config.get_text_config()
     own = config._attn_implementation
     if own != "sdpa":
@@ -22,7 +30,7 @@ def packed_attention(lm: Any) -> Iterator[None]:
         return
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_NAME, _attend)
+    AttentionInterface.register(_NAME, _attend_by_kernel if by_kernel else _attend)
     config._attn_implementation = _NAME
     try:
         yield
@@ -49,3 +57,24 @@ def _attend(
         rows, key, value, attn_mask=attention_mask, scale=given.get("scaling")
     )
     return mixed.reshape(N, 1, H, value.shape[-1]), None
+
+
+def _attend_by_kernel(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """Attend as above, by `attend_token` where it computes this attention."""
+    (N, _, S, D), L = query.shape, key.shape[2]
+    is_known = (
+        S == 1
+        and given.get("position_bias") is None
+        and query.dtype in HALF
+        and query.dtype == key.dtype == value.dtype
+        and key.shape[3] == value.shape[3] == D <= _WIDEST
+        and attention_mask is not None
+        and attention_mask.shape == (N, 1, 1, L)
+    )
+    if not is_known:
+        return _attend(module, query, key, value, attention_mask, **given)
+    assert attention_mask is not None
+    scale = D**-0.5 if given.get("scaling") is None else given["scaling"]
+    return attend_token(query, key, value, attention_mask, scale).transpose(1, 2), None

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,21 +79,24 @@ class Sampler:
         self,
         prompt: Tensor,
         prompt_mask: Tensor,
-        options: SamplingOptions,
+        options: SamplingOptions | None = None,
         *,
         generator: torch.Generator | None = None,
+        **changes: Any,
     ) -> Completions:
         """Sample `options.group_size` completions of each prompt.
 
         Args:
             prompt: Token ids (P, S) on the model's device, pads on the left.
             prompt_mask: Whether each is a token and no pad (P, S).
-            options: Numbers of completions and tokens, and the distribution to draw from.
+            options: Numbers of completions and tokens, and the distribution to draw from; None for the defaults.
             generator: Random generator on the model's device; None for torch's own.
+            changes: Fields of `SamplingOptions` with other values, such as `group_size=8`.
 
         Raises:
             ValueError: If shapes or positions do not fit.
         """
+        options = replace(options, **changes) if options is not None else SamplingOptions(**changes)
         _check_prompts(prompt, prompt_mask)
         self._check_positions(prompt.shape[1], options.max_new_tokens)
         with evaluating(self._model):

@@ -1,5 +1,6 @@
 """Sampling of completions: its options, its result, and the draw of a token from logits."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,10 +71,19 @@ def draw(
     The log-probability is that of the softmax over all tokens at this temperature (at 1 if it is 0): top_k and top_p restrict the
     draw, not the trained distribution. The draw adds Gumbel noise and takes the largest value, without waiting for the device.
     """
-    log_probs = torch.log_softmax(logits.float() / (options.temperature or 1.0), dim=-1)
+    scores = logits.float() / (options.temperature or 1.0)
     if options.temperature == 0:
-        tokens = log_probs.argmax(-1)
+        tokens = scores.argmax(-1)
     else:
-        noise = torch.empty_like(log_probs).exponential_(generator=generator).log_()
-        tokens = (filter_logits(log_probs, top_k=options.top_k, top_p=options.top_p) - noise).argmax(-1)
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+        noise = torch.empty_like(scores).exponential_(generator=generator).log_()
+        tokens = (filter_logits(scores, top_k=options.top_k, top_p=options.top_p) - noise).argmax(-1)
+    return tokens, scores.gather(-1, tokens[:, None])[:, 0] - _log_total(scores)
+
+
+def _log_total(scores: Tensor) -> Tensor:
+    """Return the logarithm of the sum of the exponentials (N) of scores (N, V).
+
+    It sums in parts: for one row, a GPU's softmax occupies a single processor.
+    """
+    parts = math.gcd(scores.shape[1], 64)
+    return scores.unflatten(1, (parts, -1)).logsumexp(-1).logsumexp(-1)

@@ -12,7 +12,9 @@ from torch import Tensor
 from lightning_unified.models.causal_lm.language_model import forward_last
 from lightning_unified.models.grpo.rollout.attention import packed_attention
 from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
-from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
+from lightning_unified.models.grpo.rollout.compiled import compiled_blocks
+from lightning_unified.models.grpo.rollout.few_rows.layers import reading_weights_once
+from lightning_unified.models.grpo.rollout.few_rows.operators import has_kernels
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
 from lightning_unified.models.pretrained.architecture import blocks_of
 
@@ -49,6 +51,7 @@ class StaticDecoder:
         self._lm = lm
         self._captured = captured
         self._compiled = compiled
+        self._kernels = compiled and has_kernels(next(lm.parameters()).device)
         self._storage: Storage | None = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._made_for: tuple[Any, ...] = ()
@@ -188,29 +191,41 @@ class StaticDecoder:
     def _decoding(self) -> Iterator[None]:
         device = self._slot.device.type
         with ExitStack() as stack:
-            stack.enter_context(packed_attention(self._lm))
+            stack.enter_context(packed_attention(self._lm, by_kernel=self._kernels))
             if torch.is_autocast_enabled(device):  # a cast cached across steps would not be part of a graph
                 dtype = torch.get_autocast_dtype(device)
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             yield
 
     def _capture(self) -> torch.cuda.CUDAGraph:
+        """Record a step, with fewer optimizations where a compiler fails."""
         state = [self._mask_view(), self._positions, self._slot]
         assert self._pool is not None
-        layers, blocks = self._layers(), blocks_of(self._lm)
+        layers = self._layers()
         step: Callable[[], None] = lambda: self._once(layers)  # noqa: E731
-        with self._decoding():
-            if self._compiled and len(blocks) == len(layers):
-                try:
-                    with unmerged_adapters(self._lm, rows=self.rows), compiled_blocks(blocks, layers):
-                        return capture(step, state=state, pool=self._pool)
-                except torch.OutOfMemoryError:
+        while True:
+            try:
+                with self._decoding(), self._compiling(layers):
+                    return capture(step, state=state, pool=self._pool)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a compiler may raise any exception
+                if not (self._kernels or self._compiled):
                     raise
-                except Exception as error:  # a compiler may raise any exception
-                    log.warning(
-                        "Blocks of %s do not compile (%s): steps are recorded as they are.",
-                        type(self._lm).__name__,
-                        error,
-                    )
-                    self._compiled = False
-            return capture(step, state=state, pool=self._pool)
+                what = (
+                    "blocks compile without this package's kernels"
+                    if self._kernels
+                    else "steps are recorded as they are"
+                )
+                log.warning("Blocks of %s do not compile (%s): %s.", type(self._lm).__name__, error, what)
+                self._compiled, self._kernels = self._compiled and self._kernels, False
+
+    @contextmanager
+    def _compiling(self, layers: list[LayerCache]) -> Iterator[None]:
+        blocks = blocks_of(self._lm)
+        with ExitStack() as stack:
+            if self._compiled and len(blocks) == len(layers):
+                if self._kernels:
+                    stack.enter_context(reading_weights_once(blocks, rows=self.rows))
+                stack.enter_context(compiled_blocks(blocks, layers))
+            yield

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_unified.models.grpo.rollout import Sampler
-from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
+from lightning_unified.models.grpo.rollout.compiled import compiled_blocks
+from lightning_unified.models.grpo.rollout.few_rows.layers import reading_weights_once
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
 from lightning_unified.models.pretrained.architecture import blocks_of
 from tests.support.grpo.rollout import generated, language_model, options, prompts, recomputed, seeded
@@ -50,8 +51,9 @@ def compile_steps(monkeypatch: pytest.MonkeyPatch, *, backend: str) -> None:
     once = StaticDecoder._once
 
     def compiled(self, layers=None) -> None:
-        layers = layers or self._layers()
-        with unmerged_adapters(self._lm, rows=self.rows), compiled_blocks(blocks_of(self._lm), layers, backend=backend):
+        layers, blocks = layers or self._layers(), blocks_of(self._lm)
+        reading = reading_weights_once(blocks, rows=self.rows)
+        with reading, compiled_blocks(blocks, layers, backend=backend):
             once(self, layers)
 
     monkeypatch.setattr(StaticDecoder, "_once", compiled)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from lightning_unified.models.grpo.rollout.compiled import unmerged_adapters
+from lightning_unified.models.causal_lm.language_model import causal_lm
+from lightning_unified.models.grpo.rollout.few_rows.layers import reading_weights_once
 from lightning_unified.models.grpo.rollout.progress import Stopping
 from lightning_unified.models.grpo.rollout.sampling import SamplingOptions, draw
 from lightning_unified.models.grpo.rollout.static_cache import Storage
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder, slots_for
+from lightning_unified.models.pretrained.architecture import blocks_of
 from tests.support.grpo.rollout import language_model, prompts
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -76,12 +78,15 @@ def test_rows_that_are_kept_move_within_the_same_memory() -> None:
     assert storage.views(rows=2, length=16)[0][0].data_ptr() == address
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_added_as_sums_compute_what_peft_computes(dtype: torch.dtype) -> None:
-    model, (prompt, mask) = language_model(adapters=True, dtype=dtype).eval(), prompts()
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_adapters_beside_their_weights_compute_what_peft_computes(adapters: torch.dtype) -> None:
+    model, (prompt, mask) = language_model(adapters=True, dtype=torch.bfloat16).eval(), prompts()
+    for name, weight in model.named_parameters():
+        if "lora" in name:
+            weight.data = weight.data.to(adapters)
     with torch.no_grad():
         expected = model(input_ids=prompt, attention_mask=mask.long()).logits
-        with unmerged_adapters(model, rows=3):
+        with reading_weights_once(blocks_of(causal_lm(model)), rows=3):
             found = model(input_ids=prompt, attention_mask=mask.long()).logits
         with model.disable_adapter():
             without = model(input_ids=prompt, attention_mask=mask.long()).logits
@@ -91,9 +96,9 @@ def test_adapters_added_as_sums_compute_what_peft_computes(dtype: torch.dtype) -
 
 
 def test_adapters_that_are_switched_off_stay_off() -> None:
-    model, (prompt, mask) = language_model(adapters=True).eval(), prompts()
+    model, (prompt, mask) = language_model(adapters=True, dtype=torch.bfloat16).eval(), prompts()
     with torch.no_grad(), model.disable_adapter():
         expected = model(input_ids=prompt, attention_mask=mask.long()).logits
-        with unmerged_adapters(model, rows=3):
+        with reading_weights_once(blocks_of(causal_lm(model)), rows=3):
             found = model(input_ids=prompt, attention_mask=mask.long()).logits
     assert torch.equal(found, expected)

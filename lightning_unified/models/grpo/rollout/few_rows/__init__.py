@@ -1,0 +1,1 @@
+"""Decode steps of few rows, whose time is that of reading the weights."""
