@@ -223,3 +223,15 @@ def test_graphs_are_refused_without_cuda() -> None:
     prompt, mask = prompts()
     with pytest.raises(ValueError, match="records CUDA graphs"):
         Sampler(language_model(), decoding="captured")(prompt, mask, options(1, 4))
+
+
+def test_options_are_given_as_an_object_or_by_name() -> None:
+    model, (prompt, mask) = language_model(), prompts()
+    sampler = Sampler(model)
+    given = sampler(prompt, mask, SamplingOptions(group_size=2, max_new_tokens=5), generator=seeded())
+    named = sampler(prompt, mask, group_size=2, max_new_tokens=5, generator=seeded())
+    changed = sampler(prompt, mask, SamplingOptions(group_size=2), max_new_tokens=5, generator=seeded())
+    assert torch.equal(given.ids, named.ids)
+    assert torch.equal(given.ids, changed.ids)
+    with pytest.raises(TypeError, match="max_tokens"):
+        sampler(prompt, mask, max_tokens=5)
