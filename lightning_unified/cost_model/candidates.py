@@ -82,6 +82,7 @@ class Candidate:
         reserved_bytes: Peak of bytes that the allocator reserves; the search compares this figure with the budget.
         seconds: Predicted seconds of a step.
         fits: Whether `reserved_bytes` is within the budget.
+        waiting_seconds: Predicted seconds of a step in which the GPU waits for the host.
     """
 
     micro_batch_size: int
@@ -95,6 +96,7 @@ class Candidate:
     seconds: float
     fits: bool
     attention: str | None = None
+    waiting_seconds: float = 0.0
 
     def describe(self) -> str:
         """Return the plan in words.

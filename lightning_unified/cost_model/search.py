@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, Taken, even_splits, what_would_fit
 from lightning_unified.cost_model.rates import Alignment, Rates
-from lightning_unified.cost_model.rates.cost import split_seconds
+from lightning_unified.cost_model.rates.cost import split_seconds, waiting_seconds
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.units import format_bytes, format_duration
 
@@ -29,6 +29,7 @@ __all__ = ["Candidate", "Choice", "Option", "Sizes", "Taken", "search", "what_wo
 
 _EQUAL_IN = ("precision", "optimizer_kernel", "attention")  # of two options of which one recomputes more
 _FAR = 1.1  # judgement: among alternatives that are slower by this factor or more, loss chunks do not matter
+_WAITS = 0.25  # judgement: a smaller share of a step in which the GPU waits is not worth a word
 _EQUAL = 1 + 1e-9  # sums of the same seconds in another order
 
 
@@ -226,15 +227,17 @@ class _Measure:
 
     def _timed(self, plan: Candidate, option: Option, split: tuple[int, ...], *, aligned: bool) -> Candidate:
         rates = self.rates if aligned or self.alignment is None else self.rates.slowed(self.alignment.gain)
-        return replace(plan, seconds=self._seconds(option, split, rates))
+        seconds = self._seconds(option, split, rates)
+        return replace(plan, seconds=seconds, waiting_seconds=waiting_seconds(_at(option), split, rates))
 
     @staticmethod
     def _seconds(option: Option, split: tuple[int, ...], rates: Rates) -> float:
         least = 0.0 if option.least_seconds is None else option.least_seconds(len(split))
-        found = split_seconds(
-            lambda rows, num_micro_batches: option.traces.at(rows, num_micro_batches=num_micro_batches), split, rates
-        )
-        return max(found, least)
+        return max(split_seconds(_at(option), split, rates), least)
+
+
+def _at(option: Option) -> Callable[[int, int], Trace]:
+    return lambda rows, num_micro_batches: option.traces.at(rows, num_micro_batches=num_micro_batches)
 
 
 def _peak(option: Option, split: tuple[int, ...]) -> int:
@@ -295,6 +298,11 @@ def _reason(
         f"{best.describe()}: {format_duration(best.seconds)} a step predicted, {format_bytes(best.reserved_bytes)} of "
         f"{format_bytes(budget_bytes)}"
     )
+    if best.waiting_seconds > _WAITS * best.seconds:
+        text += f"; in {format_duration(best.waiting_seconds)} of a step the GPU waits for the host"
+        trace = own.traces.at(splits[0][0], num_micro_batches=len(splits[0]))
+        if trace.backend == "cuda" and not trace.replayed:
+            text += ", which the callback CudaGraphs can avoid"
     if others:
         text += f"; next, {others[0].describe()}: {format_duration(others[0].seconds)}"
     if own_bytes > budget_bytes:

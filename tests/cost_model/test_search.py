@@ -154,6 +154,27 @@ def test_the_reason_names_the_plan_its_rival_and_what_did_not_fit():
     assert reason.endswith("; the whole batch at once, activation checkpointing: none, would take 2.54 KiB or more")
 
 
+@pytest.mark.parametrize(("backend", "hint"), [("cuda", True), ("mps", False)])
+def test_the_reason_says_how_long_a_gpu_waits_for_the_host(backend, hint):
+    traces = MadeTraces(works=((0, 10, 0, 10),) * 100, backend=backend)
+    choice = search(
+        [Option(traces=traces)], budget_bytes=10**9, taken=taken, rows=16, rates=rates(launch=1e-4, kernel=1e-6)
+    )
+
+    # 200 operations of 1e-4 s for the host, and of 1e-6 s for the device; the optimizer's 1e-3 s are the device's
+    assert choice.best.waiting_seconds == pytest.approx(200 * 1e-4 - 200 * 1e-6, rel=1e-3)
+    assert "; in 19.8 ms of a step the GPU waits for the host" in choice.reason
+    assert ("which the callback CudaGraphs can avoid" in choice.reason) == hint
+
+
+def test_a_device_that_is_busy_and_a_cpu_do_not_wait():
+    busy = find([recomputing(0)], 10**9)
+    alone = find([Option(traces=MadeTraces(works=((0, 10, 0, 10),) * 100, backend="cpu"))], 10**9)
+
+    assert busy.best.waiting_seconds == alone.best.waiting_seconds == 0
+    assert "waits for the host" not in busy.reason + alone.reason
+
+
 def test_without_options_there_is_no_search():
     with pytest.raises(ValueError, match="at least one option"):
         find([], 10**9)

@@ -25,7 +25,7 @@ from lightning_unified.cost_model.rates.links import Link
 from lightning_unified.cost_model.rates.record import Rates
 from lightning_unified.cost_model.trace.trace import Collective, Passes, Trace, Work
 
-__all__ = ["communication", "least_seconds", "sampling_seconds", "split_seconds", "step_seconds"]
+__all__ = ["communication", "least_seconds", "sampling_seconds", "split_seconds", "step_seconds", "waiting_seconds"]
 
 _OUTSIDE = ("setup", "validation")
 """Phases outside a training step."""
@@ -125,6 +125,19 @@ def split_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: 
     """
     trace = at(sizes[0], min(len(sizes), 2))
     return _seconds(_split(_loads(trace, rates), sizes), backend=trace.backend)
+
+
+def waiting_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
+    """Return the predicted seconds of a step in which a GPU waits for the host.
+
+    On a CPU they are 0. The arguments are those of `split_seconds`.
+    """
+    trace = at(sizes[0], min(len(sizes), 2))
+    if trace.backend == "cpu":
+        return 0.0
+    loads = _split(_loads(trace, rates), sizes)
+    without = {(who, phase): seconds for (who, phase), seconds in loads.items() if who != "host"}
+    return _seconds(loads, backend=trace.backend) - _seconds(without, backend=trace.backend)
 
 
 def least_seconds(
