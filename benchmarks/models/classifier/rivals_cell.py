@@ -143,6 +143,10 @@ class _Texts(ResumableData):
     def _zeros(self, rows: int) -> dict[str, Tensor]:
         return zeros(rows, LONGEST)
 
+    @override
+    def describe_line(self) -> str:
+        return f"{len(self._rows)} made-up texts"
+
 
 class _Epochs(Callback):
     def __init__(self, marks: Marks) -> None:
