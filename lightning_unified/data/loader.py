@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_unified.data import settings
+from lightning_unified.data.worker_start import RowsOfBatches, batches_of, start_server
 
 __all__ = ["BatchRows", "EpochClock", "LoaderOptions", "ResumableLoader", "plan_epoch"]
 
@@ -114,7 +115,7 @@ class LoaderOptions:
         persistent_workers: Whether workers live from epoch to epoch.
         prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
         start_method: `"fork"`, `"spawn"` or `"forkserver"`; None for the system's own.
-        pin_memory: Whether batches are copied into page-locked memory.
+        pin_memory: Whether batches are copied into page-locked memory; those made while processes start are not.
 
     Raises:
         ValueError: If an option makes no sense.
@@ -202,7 +203,6 @@ class ResumableLoader:
         self.batch_sampler = EpochClock()
         self._rank, self._world_size = rank, world_size
         self._processed = processed
-        self._batches = _Batches()
         self._loader: DataLoader | None = None
         self._epoch = 0
         self._position = 0
@@ -219,13 +219,13 @@ class ResumableLoader:
             # its own generator: without one, a DataLoader draws a number from the global state each epoch
             loader = self._loader = DataLoader(
                 self.rows,
-                batch_sampler=self._batches,
+                batch_sampler=RowsOfBatches(),
                 collate_fn=_as_it_is,
                 generator=torch.Generator().manual_seed(self.options.seed),
                 **self.options.workers(),
             )
-        self._batches.planned = self._plan()[self._position :]
-        for batch in loader:
+            start_server(self.options)
+        for batch in batches_of(loader, self.rows, self._plan()[self._position :]):
             self._position += 1
             yield batch
 
@@ -313,22 +313,6 @@ class ResumableLoader:
             "drop_last": self.options.drop_last,
             "content": self.rows.checksum,
         }
-
-
-class _Batches:
-    """The remaining batches of the running epoch.
-
-    A `DataLoader` reads them at the start of each iteration.
-    """
-
-    def __init__(self) -> None:
-        self.planned: list[list[int]] = []
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.planned)
-
-    def __len__(self) -> int:
-        return len(self.planned)
 
 
 def _as_it_is(batch: Any) -> Any:

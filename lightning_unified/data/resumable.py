@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.data.loader import BatchRows, LoaderOptions, ResumableLoader
+from lightning_unified.data.worker_start import start_server
 
 __all__ = ["ResumableData"]
 
@@ -85,6 +86,7 @@ class ResumableData(LightningDataModule, ABC, Generic[RowsT]):
     @override
     def setup(self, stage: str | None = None) -> None:
         """Read, split and encode once; reading the vocabulary earlier does the same."""
+        start_server(self.options)
         _ = self.rows
 
     @override
