@@ -23,7 +23,8 @@ class MicroBatchBackward(Strategy):
     """Splits `Strategy.backward`: micro-batches' backward passes, then the hooks after them."""
 
     policy: MemoryPolicy
-    _batchs_parameters: tuple[Tensor, ...] = ()
+    _batchs_leaves: tuple[Tensor, ...] = ()
+    _batchs_parameters: tuple[Tensor, ...] | None = None
 
     def backward_micro_batch(
         self,
@@ -47,32 +48,40 @@ class MicroBatchBackward(Strategy):
             loss: The micro-batch's loss.
             optimizer: The optimizer that steps after the batch.
             share: The factor of the loss; None if the loss is already its share.
-            first: Whether it is the batch's first backward pass. The module's parameters are then listed anew, as each walk through
-                a deep module takes about as long as the launches of a block.
+            first: Whether it is the batch's first backward pass. The module's parameters are then listed anew, if a share needs them: each
+                walk through a deep module takes about as long as the launches of a block.
             leaves: Other tensors that get gradients; read at the first backward pass.
             kept: Tensors of this micro-batch that keep their gradient.
         """
         assert self.lightning_module is not None
         if first:
-            self._batchs_parameters = _each_once(*parameters_of_step(self.lightning_module.trainer), *leaves)
+            self._batchs_leaves, self._batchs_parameters = tuple(leaves), None
         self.policy.caches.sample()
         self.pre_backward(loss)
         # no hook sees the loss of a micro-batch without loss terms
         scaled = loss if share == 0 else self.precision_plugin.pre_backward(loss, self.lightning_module)
         alone = share is not None and (
             not self.policy.splits.passes.is_proportional
-            or _writes_gradients(self.lightning_module, self._batchs_parameters)
+            or _writes_gradients(self.lightning_module, self._parameters_of_batch())
         )
         if share is not None and not alone:
             scaled = _Share.apply(scaled, share)
         with (
             inside_hook(self.lightning_module, "backward"),
-            _added_after(_each_once(*self._batchs_parameters, *kept), share)
+            _added_after(_each_once(*self._parameters_of_batch(), *kept), share)
             if alone and share is not None
             else nullcontext(),
         ):
             self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
         return scaled
+
+    def _parameters_of_batch(self) -> tuple[Tensor, ...]:
+        """Return the tensors that the batch's backward passes may give gradients, listed once a batch."""
+        if self._batchs_parameters is None:
+            assert self.lightning_module is not None
+            listed = parameters_of_step(self.lightning_module.trainer)
+            self._batchs_parameters = _each_once(*listed, *self._batchs_leaves)
+        return self._batchs_parameters
 
     def after_backward(self, loss: Tensor) -> None:
         """Run the hooks after a batch's last backward pass, when its gradient is complete."""
