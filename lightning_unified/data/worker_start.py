@@ -75,12 +75,9 @@ def start_server(options: WorkerOptions) -> None:
 
     It then imports while the run sets up. A server that runs already stays as it is, and modules that the user gave it come first.
     """
-    if not options.num_workers:
-        return
-    context = multiprocessing.get_context(options.start_method)
-    if context.get_start_method() == "forkserver":
+    if options.num_workers and (options.start_method or _systems_own()) == "forkserver":
         given = forkserver._forkserver._preload_modules  # pyright: ignore[reportAttributeAccessIssue]
-        context.set_forkserver_preload([*given, *(name for name in _IMPORTS if name not in given)])
+        forkserver.set_forkserver_preload([*given, *(name for name in _IMPORTS if name not in given)])
         forkserver.ensure_running()
 
 
@@ -117,8 +114,13 @@ def _starts_apart(loader: DataLoader[Any]) -> bool:
     A fork is fast, and unsafe beside other threads.
     """
     runs = loader.num_workers == 0 or loader._iterator is not None  # persistent processes start once
-    method = loader.multiprocessing_context or multiprocessing
-    return not runs and method.get_start_method() != "fork"
+    context = loader.multiprocessing_context
+    return not runs and (_systems_own() if context is None else context.get_start_method()) != "fork"
+
+
+def _systems_own() -> str:
+    """Return the start method that a process would have now; the user may still set another."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _same_device(loader: DataLoader[Any]) -> Any:

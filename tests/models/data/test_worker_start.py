@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import time
 from multiprocessing import forkserver
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +61,11 @@ def numbers(batches):
     return [int(batch["rows"]) for batch in batches]
 
 
+def slowly(batches):
+    for _ in batches:
+        time.sleep(0.02)
+
+
 def is_made_here(batch):
     return int(batch["process"]) == os.getpid()
 
@@ -112,8 +116,7 @@ def test_an_iteration_broken_off_while_processes_start_takes_no_batch_of_the_nex
 
 def test_processes_that_die_as_they_start_end_the_run():
     with pytest.raises((OSError, RuntimeError)):
-        for _ in loader(Broken(), start_method="forkserver"):
-            time.sleep(0.02)
+        slowly(loader(Broken(), start_method="forkserver"))
 
 
 @pytest.fixture
@@ -121,19 +124,29 @@ def server(monkeypatch):
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)
     monkeypatch.setattr(forkserver, "set_forkserver_preload", server.set_forkserver_preload)
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(server))
     started = []
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(server))
     return server, started
 
 
 def test_the_server_imports_for_all_processes_and_keeps_the_users_modules(server):
     server, started = server
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["json"])
+    server.set_forkserver_preload(["json"])
     for _ in range(2):
         start_server(LoaderOptions(batch_size=1, num_workers=4, start_method="forkserver"))
 
     assert server._preload_modules == ["json", "torch.utils.data", "lightning_unified.data.loader"]
     assert started == [server, server]
+
+
+def test_the_users_choice_of_a_start_method_stays_open(server, monkeypatch):
+    context = multiprocessing.context.DefaultContext(multiprocessing.get_context("forkserver"))
+    for name in ("get_start_method", "get_all_start_methods"):
+        monkeypatch.setattr(multiprocessing, name, getattr(context, name))
+    start_server(LoaderOptions(batch_size=1, num_workers=1))
+
+    assert context.get_start_method(allow_none=True) is None
+    assert len(server[1]) == (context.get_all_start_methods()[0] == "forkserver")
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2, "start_method": "fork"}])
