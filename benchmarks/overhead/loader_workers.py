@@ -75,7 +75,7 @@ def loader_of(dataset: LabelRows, workers: int, method: str | None, *, ours: boo
 
 
 def measured(workers: int, method: str | None, *, ours: bool) -> dict[str, Any]:
-    """Return the seconds of the first and of a later batch, and the processes' memory and CPU seconds."""
+    """Return the seconds of two batches, and the memory and CPU seconds of the processes."""
     loader = loader_of(rows(), workers, method, ours=ours)
     began = time.perf_counter()
     batches = iter(loader)
