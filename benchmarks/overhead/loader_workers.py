@@ -90,7 +90,7 @@ def measured(workers: int, method: str | None, *, ours: bool) -> dict[str, Any]:
         next(batches)
     later = (time.perf_counter() - began) / count
     memory = max(map(own_bytes, processes), default=0)
-    server = forkserver._forkserver._forkserver_pid
+    server = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
     return {
         "workers": workers,
         "start method": method,
