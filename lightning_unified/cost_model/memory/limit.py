@@ -6,6 +6,7 @@ Under a limit an allocator reserves less than it would with plenty of memory: it
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 from typing_extensions import override
@@ -117,6 +118,7 @@ class _WithinLimit:
     """Pools that reserve at most `limit` bytes of the machine.
 
     Attributes:
+        pools: The pools within the limit.
         addresses: Addresses of segments, for pools that model them.
 
     Source:
@@ -124,33 +126,33 @@ class _WithinLimit:
     """
 
     def __init__(self, pools: Pools, limit: float) -> None:
-        self._pools, self._limit = pools, limit
+        self.pools, self._limit = pools, limit
         self.addresses = getattr(pools, "addresses", None)
         # bound here, because a replay calls them for every block
         self.rounded, self.give_back = pools.rounded, pools.give_back
 
     @property
     def reserved(self) -> int:
-        return self._pools.reserved
+        return self.pools.reserved
 
     def on_stream(self, stream: int) -> None:
-        cast("CudaSegments", self._pools).on_stream(stream)
+        cast("CudaSegments", self.pools).on_stream(stream)
 
     def reuse(self, size: int) -> Block | None:
-        return self._pools.reuse(size)
+        return self.pools.reuse(size)
 
     def place(self, size: int, *, pressed: bool) -> Block:
         if not self._has_room(size, pressed=pressed):
-            self._pools.release()
+            self.pools.release()
             if not self._has_room(size, pressed=pressed):
                 raise FullError
-        return self._pools.place(size, pressed=pressed)
+        return self.pools.place(size, pressed=pressed)
 
     def _has_room(self, size: int, *, pressed: bool) -> bool:
-        return self.reserved + self._pools.growth(size, pressed=pressed) <= self._limit
+        return self.reserved + self.pools.growth(size, pressed=pressed) <= self._limit
 
     def release(self) -> None:
-        self._pools.release()
+        self.pools.release()
 
 
 class _NotedLimits(MetalLimits):
@@ -170,7 +172,7 @@ class _NotedLimits(MetalLimits):
         self._note("highest", math.inf)
 
     @override
-    def allow(self, size: int, *, reserved: int) -> bool:
+    def allow(self, size: int, reserved: int) -> bool:
         count = reserved + size
         if self.lowest > count:  # has been compared with more bytes; this runs a million times in a search
             return True
@@ -211,11 +213,9 @@ class _MetalWithinLimit(_WithinLimit):
     def __init__(self, pools: Pools, limit: float) -> None:
         super().__init__(pools, limit)
         self.limits = _NotedLimits(limit)
-        self._take = cast("MetalPools", pools).take
+        # a block that is reused or new, and no other; bound here, because a replay calls it for every block
+        self.reuse = partial(cast("MetalPools", pools).take, limits=self.limits)
 
     @override
-    def reuse(self, size: int) -> Block:
-        block = self._take(size, self.limits)
-        if block is None:
-            raise FullError
-        return block
+    def place(self, size: int, *, pressed: bool) -> Block:
+        raise FullError  # `reuse` has tried

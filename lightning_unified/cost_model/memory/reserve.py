@@ -113,6 +113,8 @@ class Replay:
 
     def __init__(self, trace: Trace, pools: Pools, *, in_place: bool = False) -> None:
         self._pools, self._is_metal, moves = pools, trace.backend == "mps", Moves.of(trace)
+        self._counted: Pools = getattr(pools, "pools", pools)  # whose bytes a limit counts
+        self._reuse = pools.reuse  # bound here, because a replay calls it for every block
         self._addresses: Addresses | None = getattr(pools, "addresses", None)
         self._stream, self._has_streams = 0, trace.backend in ("cuda", "rocm")
         self._beginnings, self._first, self._setup, self._step = moves.beginnings, moves.first, moves.setup, moves.step
@@ -156,15 +158,26 @@ class Replay:
 
     def _replay(self, moves: Iterable[Move], beginnings: Mapping[int, list[Take]]) -> None:
         """Replay one step; the storages in `beginnings` begin before the event that is their key."""
-        due, take, freed = sorted(beginnings, reverse=True), self._take, self._blocks.pop
-        give_back = self._pools.give_back
+        due, take, blocks = sorted(beginnings, reverse=True), self._take, self._blocks
+        freed, give_back, reuse, place = blocks.pop, self._pools.give_back, self._reuse, self._pools.place
+        rounded, counted, held = self._rounded, self._counted, 0
+        is_plain = self._addresses is None and not self._has_streams
         for at, storage, taken in moves:
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
-            if taken is not None:
+            if taken is None:
+                block = freed(storage, None)
+                if block is not None:
+                    give_back(block)
+            elif is_plain and (
+                size := rounded.get(taken.bytes)
+            ):  # as `_take`, without a call for each of a million blocks
+                blocks[storage] = reuse(size) or place(size, pressed=False)
+                if counted.reserved != held:
+                    held = counted.reserved
+                    self._reserved = max(self._reserved, held)
+            else:
                 take(taken)
-            elif (block := freed(storage, None)) is not None:
-                give_back(block)
         for last in reversed(due):
             if last < len(self._step):
                 self._take_all(beginnings[last])
@@ -220,13 +233,11 @@ class Replay:
         if self._has_streams and take.stream != self._stream:
             self._stream = take.stream
             cast("CudaSegments", self._pools).on_stream(take.stream)
-        pools = self._pools
         size = self._rounded.get(count)
         if size is None:
-            size = self._rounded[count] = pools.rounded(count)
-        block = self._blocks[take.storage] = pools.reuse(size) or pools.place(size, pressed=False)
-        reserved = pools.reserved
-        self._reserved = max(self._reserved, reserved)
+            size = self._rounded[count] = self._pools.rounded(count)
+        block = self._blocks[take.storage] = self._reuse(size) or self._pools.place(size, pressed=False)
+        self._reserved = max(self._reserved, self._counted.reserved)
         return block
 
     def _give(self, storage: int) -> None:
@@ -261,16 +272,30 @@ class DetailedReplay(Replay):
     @override
     def _replay(self, moves: Iterable[Move], beginnings: Mapping[int, list[Take]]) -> None:
         due, first, levels = sorted(beginnings, reverse=True), self._first, self._levels
-        take, give = self._take, self._give
+        take, freed, give_back, live, takes = (
+            super()._take,
+            self._blocks.pop,
+            self._pools.give_back,
+            self._live,
+            self._takes,
+        )
         self._note_level(-1)
         for at, storage, taken in moves:
             while due and due[-1] <= at:
                 self._take_all(beginnings[due.pop()])
                 self._note_level(at)
-            if taken is None:
-                give(storage)
-            elif take(taken) is not None:
-                self._last = first + at
+            if taken is not None:
+                block = take(taken)
+                if block is not None:
+                    live[taken.category] += block.size
+                    self._total += block.size
+                    self._last = first + at
+            elif (block := freed(storage, None)) is not None:
+                if self._total > self._most:
+                    self._note_peak()
+                live[takes[storage].category] -= block.size
+                self._total -= block.size
+                give_back(block)
             levels[first + at] = max(levels[first + at], self._total)
         for last in reversed(due):
             if last < len(self._step):

@@ -37,9 +37,12 @@ class MetalHeaps:
 
     def take(self, size: int, limits: MetalLimits) -> Block | None:
         """Return a block within the watermarks, reused or new; None if memory is out."""
-        block = self.reuse(size) if limits.allow(size, reserved=self.reserved) else None
-        if block is not None:
-            return block
+        if limits.allow(size, self.reserved):
+            block = self._freed[is_small(size)].pop(size, size + self._OVERSIZE)
+            if block is not None:
+                block.used = True
+                return block
+            self._return_larger(size)
         pressed = not is_small(size) and limits.are_near(self.reserved)
         if not pressed and limits.allow(size, reserved=self.reserved):
             return self.place(size, pressed=False)
@@ -47,15 +50,18 @@ class MetalHeaps:
         return self.place(size, pressed=pressed) if limits.allow(size, reserved=self.reserved) else None
 
     def reuse(self, size: int) -> Block | None:
-        freed = self._freed[is_small(size)]
-        block = freed.pop(size, most=size + self._OVERSIZE)
-        if block is not None:
-            block.used = True
-            return block
-        block = freed.smallest(size)
+        block = self._freed[is_small(size)].pop(size, size + self._OVERSIZE)
+        if block is None:
+            self._return_larger(size)
+            return None
+        block.used = True
+        return block
+
+    def _return_larger(self, size: int) -> None:
+        """Return a freed block that is too large for `size` to its heap, if no heap has room."""
+        block = self._freed[is_small(size)].smallest(size)
         if block is not None and self._heap_with_room(size) is None:
             self._release(block, keep_heap=True)
-        return None
 
     def growth(self, size: int, *, pressed: bool) -> int:
         return 0 if self._heap_with_room(size) is not None else heap_size(size, pressed=pressed)

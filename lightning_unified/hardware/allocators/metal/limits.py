@@ -25,7 +25,7 @@ class MetalLimits:
     low: float | None = None
     others: int = 0
 
-    def allow(self, size: int, *, reserved: int) -> bool:
+    def allow(self, size: int, reserved: int) -> bool:
         """Return whether a block of `size` may be given, while the heaps hold `reserved` bytes.
 
         Metal counts the block itself, even if it needs no new heap, and ignores the size of a heap that it opens.
