@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_unified.nn.modules import named_modules_of
+
 __all__ = ["Blocks", "find_blocks"]
 
 _DECLARATION = "recompute_blocks"
@@ -72,7 +74,7 @@ def _declared(module: nn.Module, declaration: Any) -> dict[str, nn.Module]:
         given = [given]
     if not isinstance(given, Iterable) or not (blocks := list(given)):
         raise ValueError(f"{kind}.{_DECLARATION} gives {given!r}; it must give submodules of {kind}, at least one.")
-    names = {id(child): name for name, child in module.named_modules()}
+    names = {id(child): name for name, child in named_modules_of(module).items()}
     strangers = [block for block in blocks if id(block) not in names]
     if strangers:
         what = type(strangers[0]).__name__ if isinstance(strangers[0], nn.Module) else repr(strangers[0])

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_unified.nn.attention.function import TORCHS, attention_or_none
+from lightning_unified.nn.modules import modules_of
 
 __all__ = ["ChunkedAttention", "attends_by_itself"]
 
@@ -71,7 +72,7 @@ def attends_by_itself(module: nn.Module) -> list[str]:
     found: list[str] = []
     quiet = {
         id(child)
-        for layer in module.modules()
+        for layer in modules_of(module)
         if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
         for child in layer.children()
     }
@@ -107,7 +108,7 @@ def _replace(before: Any, after: Any, module: nn.Module) -> None:
                 entered.add(id(value))
                 for holder in [value] if type(value) is dict else _mappings_of(value):
                     _replace_in(holder, before, after)
-    for child in module.modules():
+    for child in modules_of(module):
         _replace_in(vars(child), before, after)
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import compiled_parts, is_compiled
+from lightning_unified.nn.modules import named_modules_of
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
 
 __all__ = ["PLAIN", "TiedHead", "obstacles", "output_heads", "tied_heads"]
@@ -83,11 +84,15 @@ def obstacles(module: nn.Module) -> dict[str, str]:
 
 
 def _hugging_face(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, child) for name, child in module.named_modules() if hasattr(type(child), "get_output_embeddings"))
+    return (
+        (name, child)
+        for name, child in named_modules_of(module).items()
+        if hasattr(type(child), "get_output_embeddings")
+    )
 
 
 def _heads_of_models(module: nn.Module, models: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    names = {id(child): name for name, child in module.named_modules()}
+    names = {id(child): name for name, child in named_modules_of(module).items()}
     found: dict[str, nn.Module] = {}
     for child in models.values():
         kind = type(child)
@@ -122,7 +127,11 @@ def _plain_heads(module: nn.Module, models: dict[str, nn.Module]) -> dict[str, n
 def _outside(module: nn.Module, models: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules outside the repeated blocks and outside Hugging Face models."""
     inside = [*_blocks(module), *models]
-    return ((name, child) for name, child in module.named_modules() if not any(_is_in(name, outer) for outer in inside))
+    return (
+        (name, child)
+        for name, child in named_modules_of(module).items()
+        if not any(_is_in(name, outer) for outer in inside)
+    )
 
 
 def _blocks(module: nn.Module) -> list[str]:

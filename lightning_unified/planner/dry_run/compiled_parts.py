@@ -11,6 +11,7 @@ from torch import nn
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.compiled import COMPILED_CALL, ORIGINAL, parts_with_graphs
+from lightning_unified.nn.modules import modules_of
 from lightning_unified.options import compiled_only_in_training
 from lightning_unified.planner.fake.compiled.call import CompiledCall
 from lightning_unified.planner.fake.recorder import Recorder
@@ -35,7 +36,7 @@ def run_as_compiled(copy: nn.Module, live: nn.Module, recorder: Recorder, *, sha
     if dynamo is None:
         return
     graphs: dict[Any, Any] = {}
-    for owner in copy.modules():
+    for owner in modules_of(copy):
         held = () if isinstance(owner, dynamo.OptimizedModule) else list(vars(owner).items())
         for name, value in held:
             if hasattr(value, ORIGINAL) and not hasattr(type(owner), name):

@@ -10,6 +10,7 @@ import lightning as L
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
+from lightning_unified.nn.modules import modules_of, tensors_of
 from lightning_unified.planner.fake.known_values import Answers, set_value
 
 __all__ = ["Counters"]
@@ -41,7 +42,7 @@ class Counters:
             (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN)}) for owner in owners
         ]
         kept = (value for owner in owners for value in owner.values() if isinstance(value, Tensor))
-        known = ((tensor, self._answers.known(tensor)) for tensor in (*self._module.buffers(), *kept))
+        known = ((tensor, self._answers.known(tensor)) for tensor in (*tensors_of(self._module)[1], *kept))
         with no_dispatch():
             self._values = [(tensor, value.clone()) for tensor, value in known if value is not None]
 
@@ -66,7 +67,7 @@ class Counters:
         return [loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress]
 
     def _owners(self) -> Iterator[dict[str, Any]]:
-        for module in self._module.modules():
+        for module in modules_of(self._module):
             yield vars(module)
         for config in self._trainer.lr_scheduler_configs:
             yield vars(config.scheduler)

@@ -17,6 +17,7 @@ from lightning_unified.errors import DryRunError
 from lightning_unified.nn.attention import ChunkedAttention
 from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.cross_entropy.row_parts import repeated_once
+from lightning_unified.nn.modules import modules_of
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.options.loss_chunk import chunk_of
@@ -289,7 +290,7 @@ def _may_skip(spec: StepSpec, copy: L.LightningModule, twins: Twins) -> bool:
 
     Nothing of the module may be compiled or sharded, and Lightning must run the backward pass. A validation step does not show which blocks are twins.
     """
-    compiled = any(is_compiled(one) for one in spec.module.modules())
+    compiled = any(is_compiled(one) for one in modules_of(spec.module))
     known = bool(twins.runs) or not spec.validates
     return known and not compiled and spec.sharding is None and copy.automatic_optimization
 

@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from lightning_unified.nn.modules import modules_of
 from lightning_unified.planner.dry_run.spec import StepSpec
 from lightning_unified.planner.fake.fake_copy import fake_copy
 from lightning_unified.step.sharding.unsharded import seen_unsharded
@@ -27,7 +28,7 @@ def fake_module(
         copy = _copied(module, shared, dtype, device)
     copy.configure_callbacks = list  # type: ignore[method-assign]  # the module's own callbacks might write files
     copy._metric_attributes = None  # Lightning keeps the names of metrics by `id`, which differ in the copy
-    for child in copy.modules():
+    for child in modules_of(copy):
         if "_device" in vars(child):
             child._device = device  # type: ignore[assignment]
     return copy
@@ -47,8 +48,8 @@ def vocabularies(module: nn.Module) -> set[int]:
     These are the output size of the widest linear layer and the length of the longest embedding table, each if it is more than four times
     the other dimension.
     """
-    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    tables = [table for table in module.modules() if isinstance(table, nn.Embedding)]
+    linear = [layer for layer in modules_of(module) if isinstance(layer, nn.Linear)]
+    tables = [table for table in modules_of(module) if isinstance(table, nn.Embedding)]
     widest = max(linear, key=lambda layer: layer.out_features, default=None)
     longest = max(tables, key=lambda table: table.num_embeddings, default=None)
     found: set[int] = set()

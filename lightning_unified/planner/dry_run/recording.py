@@ -15,9 +15,10 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Event
+from lightning_unified.nn.modules import tensors_of
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.histories import fill_histories
-from lightning_unified.planner.dry_run.strategy import DryRunStrategy, tensors_of
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 from lightning_unified.planner.fake.known_values import Answers
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.fake.storages import Lives, alike

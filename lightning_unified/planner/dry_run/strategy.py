@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.nn.modules import tensors_of
 from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder
@@ -26,7 +26,7 @@ from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
 
-__all__ = ["DryRunStrategy", "tensors_of"]
+__all__ = ["DryRunStrategy"]
 
 _ENDLESS = 1 << 62
 
@@ -289,36 +289,6 @@ class _NoBudget(BudgetWatch):
     @override
     def overrun(self) -> None:
         return None
-
-
-def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters and the buffers of `module`, as its `parameters()` and `buffers()` give them.
-
-    Those methods also put names together, which takes most of their time.
-    """
-    parameters: dict[int, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    waiting: list[Module | None] = [module]
-    usual = Module.named_modules
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        if type(one).named_modules is not usual:
-            return list(module.parameters()), list(module.buffers())
-        seen.add(id(one))
-        if one._parameters:  # most modules have neither parameters nor buffers
-            parameters.update(_by_id(one._parameters))
-        if one._buffers:
-            buffers.update(_by_id(one._buffers))
-        if one._modules:
-            waiting.extend(reversed(one._modules.values()))
-    return list(parameters.values()), list(buffers.values())
-
-
-def _by_id(tensors: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
-    return {id(one): one for one in tensors.values() if one is not None}
 
 
 def _tensors_of_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_unified.cost_model.backends.patching import replaced
+from lightning_unified.nn.modules import named_modules_of
 
 __all__ = ["Places"]
 
@@ -25,7 +26,7 @@ class Places:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = {id(child): name for name, child in module.named_modules()}
+        self._names = {id(child): name for name, child in named_modules_of(module).items()}
         self._open: list[str] = []
         self._numbers: list[int] = []
         self._at: list[str] = []

@@ -15,6 +15,7 @@ from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.cost import least_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.nn.modules import named_modules_of
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.search.combinations import Combination
 
@@ -116,5 +117,5 @@ class Bounds:
             plain = find_blocks(self._module).plain
         except ValueError:
             return {}
-        names = {id(child): name for name, child in self._module.named_modules()}
+        names = {id(child): name for name, child in named_modules_of(self._module).items()}
         return {names[id(block)]: block for block in plain}

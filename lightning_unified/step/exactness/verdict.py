@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.errors import SplitError
+from lightning_unified.nn.modules import named_modules_of
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 
@@ -172,7 +173,8 @@ def batch_norms_of(module: L.LightningModule) -> tuple[str, ...]:
 
 
 def _norms_in_training(module: L.LightningModule) -> list[str]:
-    return [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    modules = named_modules_of(module).items()
+    return [name for name, child in modules if isinstance(child, _BatchNorm) and child.training]
 
 
 def refuse_counting_embeddings(module: L.LightningModule) -> None:

@@ -7,6 +7,7 @@ import lightning as L
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.errors import SplitError
+from lightning_unified.nn.modules import modules_of
 from lightning_unified.options import ActivationCheckpointing, MemoryOptions
 from lightning_unified.step.policy.split_approval import SplitApproval
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
@@ -71,7 +72,7 @@ class MicroBatchSizing:
         """
         self._forget()
         name = type(module).__name__
-        least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
+        least = 2 if any(isinstance(child, _BatchNorm) for child in modules_of(module)) else 1
         self.training.keep_together(unit, least=least, whose=name)
         self.evaluation.keep_together(unit, whose=name)
         self._fingerprint = fingerprint(module, self._watch, precision=precision, recompute=self._checkpointing.on)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_unified.hardware import parse_spec
+from lightning_unified.nn.modules import tensors_of
 
 if TYPE_CHECKING:
     from lightning_unified.step.recovery.budget_watch import BudgetWatch
@@ -24,7 +25,7 @@ def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, reco
     Saved sizes hold only under equal conditions.
     """
     reading, written = watch.reading(), parse_spec(watch.spec)
-    parameters = list(module.parameters())
+    parameters, _ = tensors_of(module)
     return {
         "module": type(module).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),

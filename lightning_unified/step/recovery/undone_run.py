@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
 
 from lightning_unified.nn.cuda_graphs import eager_calls
+from lightning_unified.nn.modules import modules_of
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.snapshot import StepSnapshot
@@ -190,7 +191,7 @@ def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
     Frozen ones are included, because a step may train them. Shards that an optimizer holds are left out: the module's parameters are the
     whole ones that a step computes with.
     """
-    return _parameters(trainer, trainer.lightning_module.modules())
+    return _parameters(trainer, modules_of(trainer.lightning_module))
 
 
 def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_unified.nn.modules import modules_of
 from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, MappingCell, NamesCell, Path, cells_of
 from lightning_unified.step.undo.kinds import Kind, is_ours, is_skipped
 
@@ -86,7 +87,7 @@ def class_cells(module: nn.Module) -> list[Cell]:
 
 def _classes_of(module: nn.Module) -> list[type]:
     """Return the users' classes of `module` and its submodules, with their bases."""
-    kinds = dict.fromkeys(type(child) for child in module.modules())
+    kinds = dict.fromkeys(type(child) for child in modules_of(module))
     return list(dict.fromkeys(base for kind in kinds for base in classes_of(kind)))
 
 
