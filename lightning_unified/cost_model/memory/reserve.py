@@ -169,9 +169,8 @@ class Replay:
                 block = freed(storage, None)
                 if block is not None:
                     give_back(block)
-            elif is_plain and (
-                size := rounded.get(taken.bytes)
-            ):  # as `_take`, without a call for each of a million blocks
+            elif is_plain and (size := rounded.get(taken.bytes)):
+                # as `_take`, without a call for each of a million blocks
                 blocks[storage] = reuse(size) or place(size, pressed=False)
                 if counted.reserved != held:
                     held = counted.reserved

@@ -99,8 +99,12 @@ class Interpolation:
             notes=(*self._notes, *note),
         )
 
-    def confirm(self, trace: Trace) -> None:
+    def confirm(self, trace: Trace, *, padding: int = 0) -> None:
         """Compare the interpolated step with a trace that it was not made from.
+
+        Args:
+            trace: The trace.
+            padding: Entries by which a kernel may pad its rows less or more than those of the given traces.
 
         Raises:
             MisalignedError: If the trace holds other events, or the bytes of a storage differ by more than a kernel's rounding.
@@ -108,9 +112,11 @@ class Interpolation:
         size, timeline = _size(trace), timeline_of(trace)
         self._refuse(size)
         align([self._timeline, timeline], ["interpolated sizes", describe_size(size)])
-        found, true = self._fit.at(size)[: len(timeline.slots)], timeline.values()[: len(timeline.slots)]
-        births = timeline.births
-        bad = births[(np.abs(found - true) > allowance(true))[births]]
+        found, least, most = (
+            self._fit.at((size[0], size[1] + by))[: len(timeline.slots)] for by in (0, -padding, padding)
+        )
+        true, births = timeline.values()[: len(timeline.slots)], timeline.births
+        bad = births[(np.maximum(least - true, true - most) > allowance(true))[births]]
         if bad.size:
             at = int(bad[0])
             raise MisalignedError(

@@ -24,6 +24,7 @@ from lightning_unified.planner.first_batch.idle_norms import finds_idle_norms
 from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.first_batch.predicted_memory import PredictedMemory
 from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.garbage import no_collection
 from lightning_unified.planner.other_phases import FirstValidation, with_generation
 from lightning_unified.planner.ranks.sharded_copy import Sharding
 from lightning_unified.step.policy import MemoryPolicy
@@ -104,7 +105,7 @@ class FirstStep:
             )
             return
         try:
-            with activity("planning the step"):
+            with activity("planning the step"), no_collection():
                 try:
                     self._plan_all(batch, shape)
                 except BudgetError:
@@ -135,7 +136,7 @@ class FirstStep:
         Longer rows may need one.
         """
         watch = self._policy.watch
-        with activity("planning another row length"):
+        with activity("planning another row length"), no_collection():
             planned = not self._generation and self.planning.plan_length(batch, shape)
             if covered and not planned:
                 self.planning.plan_shorter(batch, shape)

@@ -1,4 +1,4 @@
-"""Plan the micro-batch size of rows of another length, from the traces of known lengths."""
+"""Plan for rows of another length, from the traces of known lengths."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
 
-__all__ = ["PlannedLengths"]
+__all__ = ["LongerLengths", "PlannedLengths"]
 
 _STEPS = 32  # judgement: planned lengths between a power of two and the next; a length counts as the next longer one
 
@@ -98,6 +98,50 @@ class PlannedLengths:
             if found is not None:
                 return found
         return None
+
+
+class LongerLengths:
+    """Longer rows of a fit whose batches run at once, under the memory options of its plan.
+
+    Its arguments and attributes are those of `PlannedLengths`.
+    """
+
+    def __init__(self, planner: Planner, combination: Combination, *, policy: MemoryPolicy, module: Any) -> None:
+        self._planner, self._policy, self._module = planner, policy, module
+        self._steps = planner.longer(combination)
+        self._settings = _Settings.of(policy, module)
+        self.largest: Prediction | None = None
+
+    @property
+    def hold(self) -> bool:
+        """Whether the memory options and the trained parameters are still those of the traces."""
+        return _Settings.of(self._policy, self._module) == self._settings
+
+    def plan(self, batch: Any, shape: BatchShape, *, limit: int) -> tuple[Prediction | None, bool]:
+        """Return the prediction for the batch at once, and that it is new.
+
+        The prediction is None if it does not fit within `limit` bytes, or if the planned batch tells nothing of it: it has other rows.
+
+        Raises:
+            MisalignedError: If the step is no function of its rows and their length.
+            DryRunError: If a length cannot be traced.
+        """
+        steps, length, allowed = self._steps, row_length(batch, shape.rows), self._policy.sizes.max_micro_batch_size
+        if length is None or length <= steps.planned or shape.rows != steps.rows:
+            return None, False
+        if allowed is not None and allowed < shape.rows:
+            return None, False
+        light = outline(batch)
+        light = batch if light is None else light
+        row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // shape.rows
+        longest = steps.completed(steps.reaching(length, up_to=_rounded_up(length)), row_bytes=row_bytes)
+        fits = self._planner.within(longest, num_micro_batches=1, limit=limit) is not None
+        trace = (steps.within_reach if fits else steps.own)(light, length=length)
+        trace = steps.completed(trace, row_bytes=row_bytes)
+        found = self._planner.within(trace, num_micro_batches=1, limit=limit)
+        if found is not None and (self.largest is None or found.reserved_bytes >= self.largest.reserved_bytes):
+            self.largest = found
+        return found, True
 
 
 def _rounded_up(length: int) -> int:

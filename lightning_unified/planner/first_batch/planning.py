@@ -20,7 +20,7 @@ from lightning_unified.planner.first_batch.decide import (
     trusted,
 )
 from lightning_unified.planner.first_batch.gather import RunSpeeds, gather_inputs, open_combinations, planner_of
-from lightning_unified.planner.first_batch.lengths import PlannedLengths
+from lightning_unified.planner.first_batch.lengths import LongerLengths, PlannedLengths
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.planner import Planner
@@ -77,8 +77,10 @@ class StepPlanning:
         self._trainer, self._policy, self._budget, self._precision = trainer, policy, budget, precision
         self._combination: Combination | None = None
         self._begun = 0.0
-        self._lengths: PlannedLengths | None = None
-        self._unlike: set[Combination] = set()  # memory options under which lengths have no common form
+        self._lengths: PlannedLengths | LongerLengths | None = None
+        self._unlike: set[tuple[Combination, bool]] = (
+            set()
+        )  # memory options under which lengths have no common form, and whether batches are split
         self.prediction: Prediction | None = None
         self.reason = "no batch has run yet"
         self.alternatives: tuple[Candidate, ...] = ()
@@ -144,8 +146,9 @@ class StepPlanning:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
             self._policy.sizing.is_planned = True
         self._lengths = None
-        if plan.num_micro_batches > 1 and decision.planner.is_light and plan.combination not in self._unlike:
-            self._lengths = PlannedLengths(
+        is_split = plan.num_micro_batches > 1
+        if decision.planner.is_light and (plan.combination, is_split) not in self._unlike:
+            self._lengths = (PlannedLengths if is_split else LongerLengths)(
                 decision.planner, plan.combination, policy=self._policy, module=self._trainer.lightning_module
             )
 
@@ -177,12 +180,12 @@ class StepPlanning:
         except Exception as error:  # in the module or the planner: each length then gets its own dry runs
             self._lengths = None
             if isinstance(error, MisalignedError) and self._combination is not None:
-                self._unlike.add(self._combination)
+                self._unlike.add((self._combination, isinstance(lengths, PlannedLengths)))
             self._note(f"each row length is traced by itself: {error}")
             return False
         if found is None:
             return False
-        if found.reserved_bytes > self.prediction.reserved_bytes:
+        if _bytes_of(found) > _bytes_of(self.prediction):
             self.prediction = replace(found, seconds=None)
         sizes = self._policy.sizes
         if found.num_micro_batches > 1 and sizes.micro_batch_size(shape) != found.rows:
@@ -265,6 +268,11 @@ class StepPlanning:
         """Set the micro-batch size of such batches; `refused` rows are predicted not to fit."""
         room = self._policy.watch.bytes
         self._policy.sizes.plan(shape, micro_batch_size=micro_batch_size, refused=refused, room_bytes=room)
+
+
+def _bytes_of(prediction: Prediction) -> tuple[int, int]:
+    """Return the reserved bytes and the peak, by which the larger of two predictions is the run's."""
+    return prediction.reserved_bytes, prediction.peak_bytes
 
 
 def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: str) -> None:

@@ -26,6 +26,7 @@ from lightning_unified.planner.garbage import no_collection
 from lightning_unified.planner.search.combinations import Combination, with_larger_chunks
 from lightning_unified.planner.search.compared import ComparedOptions
 from lightning_unified.planner.search.larger_shares import Measured, in_last_blocks, larger_shares, most_gained
+from lightning_unified.planner.search.longer_rows import LongerRows
 from lightning_unified.planner.search.row_lengths import RowLengths
 from lightning_unified.planner.search.step_traces import StepTraces
 
@@ -267,6 +268,10 @@ class Planner:
     def lengths(self, combination: Combination) -> RowLengths:
         """Return the step under `combination` at any row length."""
         return RowLengths(self._traces, combination)
+
+    def longer(self, combination: Combination) -> LongerRows:
+        """Return the step of the whole batch under `combination` at longer rows."""
+        return LongerRows(self._traces, combination)
 
     def within(self, trace: Trace, *, num_micro_batches: int, limit: int) -> Prediction | None:
         """Return the prediction for a traced step if it fits within `limit` bytes, else None."""

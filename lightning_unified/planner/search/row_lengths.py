@@ -19,14 +19,15 @@ from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.step_traces import StepTraces
 from lightning_unified.planner.search.traced_sizes import TracedSizes
 
-__all__ = ["RowLengths", "aligned"]
+__all__ = ["UNPADDED", "RowLengths", "aligned"]
 
 _ROWS = (2, 3)  # units of a micro-batch in dry runs; one unit broadcasts and runs other kernels
 _ALIGNED = (
     128  # entries; kernels pad rows to divisors of it, and attention's backward pass works in blocks of 64 or 128
 )
 _FIRST = 3  # multiples of it: rows up to here are traced at 1, 2 and 3
-_UNPADDED = 8  # entries; no kernel pads rows of some multiples of it
+UNPADDED = 8
+"""Entries of a row; no kernel pads rows of some multiples of it."""
 
 
 class RowLengths:
@@ -175,7 +176,7 @@ def _can_be_first(planned: int, length: int) -> bool:
 
     The planned length must be the longest and padded by all kernels, and leave two shorter lengths to trace.
     """
-    return planned >= length and planned % _UNPADDED > 0 and planned // _ALIGNED + 1 >= _FIRST
+    return planned >= length and planned % UNPADDED > 0 and planned // _ALIGNED + 1 >= _FIRST
 
 
 def _lengths(longest: int, remainder: int) -> list[int]:

@@ -98,6 +98,11 @@ class TracedSizes:
         self._peaks.pop(key, None)
         return self._traces[key]
 
+    @property
+    def whole(self) -> Trace:
+        """The dry run of the whole batch at once, without what is added to it."""
+        return self._traced(self._rows, 1, self._rows)
+
     def even_traces(self, *, num_micro_batches: int) -> list[Trace]:
         """Return the dry runs so far of micro-batches of one size, each of two units or more."""
         return [
