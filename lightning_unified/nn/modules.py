@@ -4,14 +4,12 @@
 through its module at each step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.nn import Module
 
 __all__ = ["modules_of", "named_modules_of", "tensors_of"]
-
-_METHODS = ("modules", "named_modules")
 
 
 def named_modules_of(module: Module) -> dict[str, Module]:
@@ -23,19 +21,33 @@ def named_modules_of(module: Module) -> dict[str, Module]:
         name, one = waiting.pop()
         if one is None or id(one) in seen:
             continue
-        if any(getattr(type(one), method) is not getattr(Module, method) for method in _METHODS):
-            return dict(module.named_modules())
         seen.add(id(one))
         found[name] = one
         if one._modules:  # most modules have none
             prefix = f"{name}." if name else ""
             waiting.extend([(prefix + child, inner) for child, inner in reversed(one._modules.items())])
-    return found
+    return found if _walk_alike(found.values()) else dict(module.named_modules())
 
 
 def modules_of(module: Module) -> list[Module]:
     """Return `module` and its submodules, in the order of `module.modules()`."""
-    return list(named_modules_of(module).values())
+    found: dict[int, Module] = {}
+    waiting: list[Module | None] = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in found:
+            continue
+        found[id(one)] = one
+        if one._modules:
+            waiting.extend(reversed(one._modules.values()))
+    return list(found.values()) if _walk_alike(found.values()) else list(module.modules())
+
+
+def _walk_alike(modules: Iterable[Module]) -> bool:
+    """Return whether no module has a walk of its own."""
+    kinds = set(map(type, modules))
+    usual = Module.modules, Module.named_modules
+    return all((kind.modules, kind.named_modules) == usual for kind in kinds)
 
 
 def tensors_of(module: Module) -> tuple[list[Tensor], list[Tensor]]:
