@@ -163,7 +163,6 @@ class _NotedLimits(MetalLimits):
         highest: The lowest limit above all of them.
     """
 
-    lowest: float
     highest: float
 
     def __init__(self, high: float) -> None:
@@ -174,7 +173,7 @@ class _NotedLimits(MetalLimits):
     @override
     def allow(self, size: int, reserved: int) -> bool:
         count = reserved + size
-        if self.lowest > count:  # has been compared with more bytes; this runs a million times in a search
+        if self.lowest > count:  # has been compared with more bytes
             return True
         allowed = super().allow(size, reserved=reserved)
         self._compared(count, is_below=allowed)

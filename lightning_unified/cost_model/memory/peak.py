@@ -28,12 +28,19 @@ class Peak:
 
 
 def peak(trace: Trace, *, rounding: int = 512) -> Peak:
-    """Return the peak of live bytes in `trace`.
+    """Return the peak of live bytes in `trace`, which is computed once for a trace.
 
     Args:
         trace: A step.
         rounding: Multiple of bytes to which each storage is rounded up; 512 is CUDA's, 1 counts the bytes requested.
     """
+    key = "peak", rounding
+    if key not in trace.kept:
+        trace.kept[key] = _found(trace, rounding)
+    return trace.kept[key]
+
+
+def _found(trace: Trace, rounding: int) -> Peak:
     most, index = 0, 0
     for at, count, _ in _running(trace, rounding=rounding):
         if count > most:

@@ -3,7 +3,8 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -196,23 +197,30 @@ class Replay:
         """Return the gradient of a skipped block's input, and allocate those of its parameters."""
         self._storages.forget_sum()
         mark = self._note(Mark(("backward", part, block), skipped=True))
-        parameters = self._parameters[block]
-        with torch._C.DisableTorchFunction():  # a skipped block makes no call of the step
+        parameters, bind = self._parameters[block], self._storages.bind
+        with torch._C.DisableTorchFunction(), self._unrecorded():  # a skipped block makes no call of the step
             for name in run.gradients:
                 parameter = parameters[name]
                 if parameter.grad is None:
-                    parameter.grad = made = self.empty(parameter.shape, parameter.stride(), parameter.dtype)
-                    mark.gradients[name] = self._storages.bind(made)
+                    shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
+                    parameter.grad = made = torch.empty_strided(shape, stride, dtype=dtype)
+                    mark.gradients[name] = bind(made)
             if run.passes:
                 return gradient
-            result = self.empty(*given)
-            mark.result = self._storages.bind(result)
+            shape, stride, dtype = given
+            result = torch.empty_strided(shape, stride, dtype=dtype)
+            mark.result = bind(result)
             return result
 
     def empty(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a new tensor that is not recorded."""
-        with self._recorder.paused(paused=True), torch.no_grad():
+        with self._unrecorded():
             return torch.empty_strided(shape, stride, dtype=dtype)
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        with self._recorder.paused(paused=True), torch.no_grad():
+            yield
 
     def _is_like_its_twin(self, run: Run, module: nn.Module, part: int, made: _Call) -> bool:
         first, second = (self._traced.get((part, twin)) for twin in run.twins)

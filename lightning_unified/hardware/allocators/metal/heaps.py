@@ -7,7 +7,7 @@ import bisect
 from typing import cast
 
 from lightning_unified.hardware.allocators.metal.limits import MetalLimits
-from lightning_unified.hardware.allocators.metal.sizes import aligned, heap_size, is_small
+from lightning_unified.hardware.allocators.metal.sizes import SMALL, aligned, heap_size, is_small
 from lightning_unified.hardware.allocators.pools import Block, Freed, Home
 from lightning_unified.units import MIB
 
@@ -37,10 +37,9 @@ class MetalHeaps:
 
     def take(self, size: int, limits: MetalLimits) -> Block | None:
         """Return a block within the watermarks, reused or new; None if memory is out."""
-        if limits.allow(size, self.reserved):
-            block = self._freed[is_small(size)].pop(size, size + self._OVERSIZE)
+        if self.reserved + size < limits.lowest or limits.allow(size, self.reserved):
+            block = self._freed[size <= SMALL].pop(size, size + self._OVERSIZE)
             if block is not None:
-                block.used = True
                 return block
             self._return_larger(size)
         pressed = not is_small(size) and limits.are_near(self.reserved)
@@ -54,7 +53,6 @@ class MetalHeaps:
         if block is None:
             self._return_larger(size)
             return None
-        block.used = True
         return block
 
     def _return_larger(self, size: int) -> None:
@@ -79,7 +77,6 @@ class MetalHeaps:
         return Block(size, heap, self._placed)
 
     def give_back(self, block: Block) -> None:
-        block.used = False
         self._freed[block.home.small].add(block)
 
     def release(self) -> None:

@@ -15,6 +15,7 @@ class MetalLimits:
         high: Most bytes that the driver may hold for the process.
         low: Bytes from which the allocator is short of memory.
         others: Bytes that the driver holds for the process beside the heaps.
+        lowest: Bytes below which `allow` is known to be true; a replay would ask a million times.
 
     Source:
         torch's MPSAllocator.mm: `get_free_buffer`, `getLowWatermarkValue`; the same comparisons in the macOS wheels of torch
@@ -24,6 +25,7 @@ class MetalLimits:
     high: float | None = None
     low: float | None = None
     others: int = 0
+    lowest: float = 0.0
 
     def allow(self, size: int, reserved: int) -> bool:
         """Return whether a block of `size` may be given, while the heaps hold `reserved` bytes.

@@ -16,12 +16,15 @@ Source:
 from lightning_unified.hardware.allocators.pools import round_up
 from lightning_unified.units import GIB, MIB
 
-__all__ = ["ALIGNMENT", "aligned", "heap_class", "heap_size", "is_small"]
+__all__ = ["ALIGNMENT", "SMALL", "aligned", "heap_class", "heap_size", "is_small"]
 
 ALIGNMENT = 256
 """Multiple of bytes to which Metal rounds a block."""
 
-_SMALL, _LARGE, _HUGE = 1 * MIB, 10 * MIB, 512 * MIB
+SMALL = 1 * MIB
+"""Most bytes of a block of the pool of small blocks."""
+
+_LARGE, _HUGE = 10 * MIB, 512 * MIB
 _SMALL_HEAP, _LARGE_HEAP, _HUGE_HEAP, _ROUND = 8 * MIB, 32 * MIB, 1 * GIB, 2 * MIB
 
 
@@ -32,7 +35,7 @@ def aligned(size: int) -> int:
 
 def is_small(size: int) -> bool:
     """Return whether a rounded size belongs to the pool of small blocks."""
-    return size <= _SMALL
+    return size <= SMALL
 
 
 def heap_size(size: int, *, pressed: bool) -> int:
@@ -46,7 +49,7 @@ def heap_class(size: int, *, pressed: bool) -> int | None:
 
     The result is None for a block with a heap of its own.
     """
-    if size <= _SMALL:
+    if size <= SMALL:
         return _SMALL_HEAP
     if size < _LARGE:
         return _LARGE_HEAP
