@@ -60,7 +60,10 @@ def is_within(place: str, names: frozenset[str]) -> bool:
 
 
 def _at_peak(trace: Trace) -> _Living:
-    """Return the storages that live at the peak, each with the module in which it began; found once for a trace."""
+    """Return the storages that live at the peak, each with the module in which it began.
+
+    They are found once for a trace.
+    """
     if "at peak" not in trace.kept:
         trace.kept["at peak"] = _living_at_peak(trace)
     return trace.kept["at peak"]

@@ -147,7 +147,7 @@ class StepPlanning:
             self._policy.sizing.is_planned = True
         self._lengths = None
         is_split = plan.num_micro_batches > 1
-        if decision.planner.is_light and (plan.combination, is_split) not in self._unlike:
+        if shape is not None and decision.planner.is_light and (plan.combination, is_split) not in self._unlike:
             self._lengths = (PlannedLengths if is_split else LongerLengths)(
                 decision.planner, plan.combination, policy=self._policy, module=self._trainer.lightning_module
             )
