@@ -16,6 +16,7 @@ from lightning_unified.nn.cuda_graphs import release_recordings
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.facts.bends import LossBends
+from lightning_unified.step.exactness.facts.decisions import BatchDecisions, Decisions
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting, shares_differ
@@ -76,7 +77,7 @@ class CheckedSplitter:
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._fits, self._note_check = fits, note_check
         self._moves_by_hook = _moves_by_hook(trainer)
-        self._group = CheckGroup()
+        self._group, self._decisions = CheckGroup(), Decisions(trainer.lightning_module)
         self.before_refusal: Callable[[], None] = lambda: None
         self.check = self._new_check()
 
@@ -103,7 +104,7 @@ class CheckedSplitter:
             self._trainer,
             rules=rules,
             splitter=splitter,
-            step=self._step,
+            step=self._decisions.watched(self._step),
             fits=self._fits,
             make_room=self._make_room,
             group=self._group,
@@ -185,6 +186,7 @@ class CheckedSplitter:
             see_bends=_then(partial(self._see_bends, kwargs, shape, rows), keeps),
             is_checked=self._is_checked,
             levels=self.check.levels,
+            decisions=BatchDecisions(self._decisions),
             reads_gradients=splits.passes.reads_gradients,
         )
 

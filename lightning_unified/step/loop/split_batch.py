@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.nn.cuda_graphs import no_new_recordings
 from lightning_unified.step.exactness.facts.bends import LossBends
+from lightning_unified.step.exactness.facts.decisions import BatchDecisions
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.losses import Weighting
@@ -82,6 +83,7 @@ class SplitBatch:
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
         levels: The levels of logged and returned numbers in the batches before.
+        decisions: Runs the steps, and notes how they decide by values.
         reads_gradients: Whether the step reads gradients of the batch before, of which each micro-batch then gets copies.
     """
 
@@ -97,6 +99,7 @@ class SplitBatch:
         see_bends: Callable[[LossBends], None],
         is_checked: bool,
         levels: Levels,
+        decisions: BatchDecisions,
         reads_gradients: bool = False,
     ) -> None:
         self.count = len(steps)
@@ -104,7 +107,7 @@ class SplitBatch:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._outside, self._is_checked = outside, is_checked
         self._see_graph, self._see_bends = see_graph, see_bends
-        self._graph, self._bends, self._levels = None, LossBends(), levels
+        self._graph, self._bends, self._levels, self._decisions = None, LossBends(), levels, decisions
         self._small = SmallParameters(self._parameters if is_checked else ())
         self._others: list[tuple[Tensor, Tensor | None]] = []
         self._returned: list[tuple[Tensor, Tensor]] = []
@@ -141,7 +144,7 @@ class SplitBatch:
             if index == 1 and self._is_checked:
                 self._see_graph(self._graph)
             with self._outside.micro_batch(index):
-                output = self._steps[index]()
+                output = self._decisions.run(index, self._steps[index])
         self._note(index, output)
         lacks_terms = output.closure_loss is not None and self._weighting.has_loss_of_nothing(
             index, output.closure_loss
@@ -238,6 +241,8 @@ class SplitBatch:
             bends.add_written(self._merging.written_numbers())
             places = self._small.written()
             bends.add_parameters(places)
+            weights = self._weighting.weights
+            bends.add_decided(self._decisions.facts([*zip(weights.terms, weights.rows, strict=True)]))
             with self._merging.state_before(), self._small.as_before() if places else nullcontext():
                 self._see_bends(bends)
         self._merging.settle(self._weighting.weights)

@@ -31,9 +31,9 @@ from lightning_unified.step.exactness.facts.graph import GraphFact, graph_near
 from lightning_unified.step.exactness.facts.labels import NUMBER, WEIGHED
 from lightning_unified.step.exactness.facts.levels import Levels
 
-__all__ = ["LossBends", "are_mixed"]
+__all__ = ["LossBends", "are_mixed", "variation"]
 
-Fact = tuple[str, str, Any]
+Fact = tuple[Any, str, Any]
 
 _OF_NO_TERMS: Fact = ("the loss", "bends", ("of no terms", True))
 _ROUNDING = 1e-5  # of a quotient of two float32 numbers
@@ -58,6 +58,7 @@ class LossBends:
         self._seen: list[tuple[Any, list[Tensor]]] = []  # of each micro-batch: names of its bends, and their figures
         self._written: Mapping[str, Sequence[Any]] = {}  # numbers of all micro-batches
         self._parameters: Sequence[int] = ()
+        self._decided: frozenset[Fact] = frozenset()
         self._lacking: list[int] = []  # micro-batches with a loss of no terms
         self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
@@ -90,6 +91,10 @@ class LossBends:
     def add_parameters(self, places: Sequence[int]) -> None:
         """Note the written parameters, by their places among the trained ones."""
         self._parameters = places
+
+    def add_decided(self, facts: frozenset[Fact]) -> None:
+        """Note facts about decisions of the step by values of its rows."""
+        self._decided = facts
 
     def add_lacking(self, index: int) -> None:
         """Note that micro-batch `index` has a loss although it has no loss terms.
@@ -157,7 +162,7 @@ class LossBends:
                     facts.add(("the loss", "bends", (graph, place, name, *noted)))
         facts.update([_OF_NO_TERMS] if self._lacking else [])
         facts.update(("the step", "writes a parameter", place) for place in self._parameters)
-        return frozenset({*facts, *self._facts_of_numbers(figures)})
+        return frozenset({*facts, *self._facts_of_numbers(figures), *self._decided})
 
     def _facts_of_numbers(self, figures: Sequence[Sequence[tuple[float, ...]]]) -> Iterator[Fact]:
         """Yield facts about the numbers that all micro-batches log or return."""
@@ -192,7 +197,7 @@ def _noted(
         is_counted = _are_proportional([total for total, _ in values], [terms for terms, _ in counts])
         return ("terms", False) if is_counted else (("other weights", values[0][1]), True)
     if name.endswith(NUMBER):
-        kind = _variation(values, counts)
+        kind = variation(values, counts)
         return kind, kind != "equal"
     if name.endswith(PLACES):  # rows one by one have other sides at each place
         return ("apart", True) if len(sides) > 1 else None
@@ -201,7 +206,7 @@ def _noted(
     return sides, len(sides) > 1
 
 
-def _variation(values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float, float]]) -> str:
+def variation(values: Sequence[tuple[float, ...]], counts: Sequence[tuple[float, float]]) -> str:
     """Return what numbers are proportional to: equal, terms or rows; else apart."""
     if len({*values}) == 1:
         return "equal"

@@ -1,0 +1,181 @@
+"""Note how a step decides by values: a mode that sees each operation that it calls."""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
+from typing_extensions import override
+
+from lightning_unified.nn.autograd_limits import in_a_transform
+
+__all__ = ["STEPS", "Decided", "Name", "NoteDecisions"]
+
+Name = tuple[Any, ...]
+
+_FEW = 16  # values, such as means of features or counts of labels
+_MANY = 4096  # larger tensors hold positions of rows, and would take time
+_MOST = 64  # figures of a micro-batch
+_REPEATS = 4  # of one place, in a loop
+_TORCH = {"torch"}
+_LIBRARIES = _TORCH | {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_unified", "torchmetrics"}
+
+_COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
+_EQUALS = {"eq", "ne", "not_equal"}
+_LARGER = {"maximum", "minimum", "max", "min", "fmax", "fmin"}
+_CLAMPS = {"clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",), "relu": ()}
+_SCALES = {"mul", "multiply", "div", "divide", "true_divide", "pow", "float_power"}
+STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "heaviside", "floor_divide"}
+"""Operations whose result changes in steps."""
+
+_READS = {
+    *("__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "item", "tolist", "numpy"),
+    *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "equal", "allclose", "is_nonzero"),
+}
+
+
+class Decided:
+    """The decisions of one micro-batch.
+
+    Attributes:
+        places: The places of the user's code that called an operation.
+        limits: Comparisons by name: their values in the first row, and the limits in the second.
+        numbers: Factors by name.
+    """
+
+    def __init__(self) -> None:
+        self.places: set[Name] = set()
+        self.limits: dict[Name, Tensor] = {}
+        self.numbers: dict[Name, float] = {}
+        self._transfer: torch.cuda.Event | None = None
+
+    def send(self) -> None:
+        """Begin the transfer of values on a CUDA device to the host, which does not wait for it."""
+        moving = {name: pair for name, pair in self.limits.items() if pair.is_cuda}
+        if not moving:
+            return
+        flat = torch.cat([pair.reshape(-1) for pair in moving.values()])
+        sent = flat.to("cpu", non_blocking=True).split([pair.numel() for pair in moving.values()])
+        self.limits |= {name: one.view(2, -1) for name, one in zip(moving, sent, strict=True)}
+        self._transfer = torch.cuda.Event()
+        self._transfer.record(torch.cuda.current_stream(flat.device))
+
+    def arrived(self) -> dict[Name, tuple[list[float], list[float]]]:
+        """Return the values and limits of comparisons, after their transfer has ended."""
+        if self._transfer is not None:
+            self._transfer.synchronize()
+        return {name: tuple(pair.tolist()) for name, pair in self.limits.items()}
+
+
+class NoteDecisions(BaseTorchFunctionMode):
+    """Notes the decisions of the step that runs inside.
+
+    Args:
+        decided: Holds what is noted.
+
+    Attributes:
+        reads: Whether the step has read or compared values of tensors.
+    """
+
+    def __init__(self, decided: Decided) -> None:
+        super().__init__()
+        self._decided, self.reads = decided, False
+        self._counts: Counter[Name] = Counter()
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)  # torch's own frame, for the place of warnings
+        name = getattr(func, "__name__", "")
+        if (
+            name == "__get__" or torch.compiler.is_compiling()
+        ):  # an attribute, such as `x.shape`; or torch's compiler traces this
+            return result
+        direct = _outside(sys._getframe(1), _TORCH)
+        frame = _outside(direct, _LIBRARIES)
+        if frame is not None:
+            place = (frame.f_code.co_qualname, frame.f_code.co_firstlineno, frame.f_lasti)
+            self._decided.places.add(place)
+            if frame is direct:  # else a log or a metric reads its own values
+                self._note(place, name if name.startswith("__") else name.rstrip("_"), args, kwargs or {}, result)
+        return result
+
+    def _note(self, place: Name, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Note what an operation decides: which side of a limit its values are on, or a factor."""
+        self.reads |= name in _READS or (name == "__getitem__" and _is_mask(args[1]))
+        if name == "__bool__":
+            self._add(place, name, torch.tensor([[float(result)], [0.5]]))
+        elif name in _COMPARES or name in _LARGER or name in _EQUALS:
+            if len(args) == 2:
+                self._add(place, name, _pair(*args, most=1 if name in _EQUALS else _FEW))
+        elif name in _CLAMPS:
+            given = {**dict(zip(_CLAMPS[name], args[1:], strict=False)), **kwargs}
+            for limit in (given.get("min"), given.get("max")) if _CLAMPS[name] else (0.0,):
+                self._add(place, name, _pair(args[0], limit, most=_FEW))
+        elif name in STEPS:
+            self._add(place, name, _pair(result, 0.0, most=_FEW))
+        kinds = (int, float) if name in _SCALES else (float,)
+        for number in (one for one in (*args, *kwargs.values()) if type(one) in kinds):
+            if (key := self._key(place, f"{name} by")) is not None:
+                self._decided.numbers[key] = float(number)
+
+    def _add(self, place: Name, name: str, pair: Tensor | None) -> None:
+        self.reads |= pair is not None
+        if pair is not None and (key := self._key(place, name)) is not None:
+            self._decided.limits[key] = pair
+
+    def _key(self, place: Name, name: str) -> Name | None:
+        """Return the name of the next figure at a place; None after enough of them."""
+        self._counts[place, name] += 1
+        noted, number = self._decided, self._counts[place, name]
+        is_enough = number > _REPEATS or len(noted.limits) + len(noted.numbers) >= _MOST
+        return None if is_enough else (*place, name, number)
+
+
+def _outside(frame: FrameType | None, packages: set[str]) -> FrameType | None:
+    """Return the innermost frame from `frame` on whose code is in none of `packages`."""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame = frame.f_back
+    return frame
+
+
+def _pair(value: Any, limit: Any, *, most: int) -> Tensor | None:
+    """Return a copy of up to `most` values beside their limits, in two rows; None for other operands.
+
+    Of more values beside one limit that is computed, such as `3 * x.std()`, the smallest and the largest stand for all.
+    """
+    is_computed = most > 1 and isinstance(value, Tensor) and isinstance(limit, Tensor) and limit.numel() == 1
+    if is_computed and most < value.numel() <= _MANY and _is_plain(value) and not value.requires_grad:
+        value = torch.stack(torch.aminmax(value))
+    tensors = [one for one in (value, limit) if isinstance(one, Tensor)]
+    others = [one for one in (value, limit) if not isinstance(one, Tensor)]
+    if not tensors or not all(isinstance(one, (int, float)) for one in others):
+        return None
+    if not all(0 < one.numel() <= most and _is_plain(one) for one in tensors):
+        return None
+    device = max((one.device for one in tensors), key=lambda one: one.type != "cpu")
+    form = torch.float32 if device.type == "mps" else torch.float64
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        both = [torch.as_tensor(one, device=device, dtype=form).reshape(-1) for one in (value, limit)]
+        sizes = {one.numel() for one in both} - {1}
+        return torch.stack(torch.broadcast_tensors(*both)) if len(sizes) < 2 else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's values may be kept.
+
+    Those of a transform, fake ones, and those of a CUDA graph that is being recorded may not.
+    """
+    is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+    is_recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_known and not is_recorded and not in_a_transform()
+
+
+def _is_mask(index: Any) -> bool:
+    entries = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in entries)
