@@ -10,6 +10,7 @@ import lightning as L
 
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
+from lightning_unified.step.exactness.facts.decisions import BatchDecisions
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.planner import StepPlanner
@@ -92,7 +93,8 @@ class EvaluationSteps:
             return step(batch, *rest)
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
-        check, whole = self._check(phase, _loader_of(rest)), lambda micro_batch: step(micro_batch, *rest)
+        check = self._check(phase, _loader_of(rest))
+        whole, decided = check.decisions.watched(lambda one: step(one, *rest)), BatchDecisions(check.decisions)
         splitter, checks = self._policy.batches.splitter(STAGES[phase]), self._policy.batches.checks(STAGES[phase])
         own, likely = self._request(batch, shape), self._policy.splits.loss_rule
         # few rows may be alike where others are not
@@ -123,7 +125,7 @@ class EvaluationSteps:
         outputs = []
         for index, micro_batch in enumerate(micro_batches):
             with results.micro_batch(index):
-                outputs.append(whole(micro_batch))
+                outputs.append(decided.run(index, partial(step, micro_batch, *rest)))
             results.end_micro_batch()
 
         def weights() -> MicroBatchWeights:
@@ -133,6 +135,8 @@ class EvaluationSteps:
             return check.undecided(micro_batches, sizes) | results.undecided(weights())
 
         if checks:
+            with results.state_before():
+                check.see_decisions(whole, of_all, likely=likely, facts=decided.facts([(size, size) for size in sizes]))
             new = undecided() - check.ambiguous
             if learn(is_due=lambda: bool(new)):
                 new = undecided() - check.ambiguous

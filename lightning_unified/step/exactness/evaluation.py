@@ -27,6 +27,7 @@ import lightning as L
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS, CarriedRows
+from lightning_unified.step.exactness.facts.decisions import Decisions
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.group import CheckGroup, Request
@@ -63,6 +64,7 @@ class EvaluationCheck:
         tables: The merge rules found.
         rule: The loss rule that weights means.
         ambiguous: The names of logs for which a check of their own batch left several results.
+        decisions: The decisions of the step by values of its rows.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class EvaluationCheck:
         self._rivals: dict[LossRule, set[str]] = {}  # each with the logs that it weights
         self._refuted: set[LossRule] = set()
         self.ambiguous: set[str] = set()
+        self.decisions = Decisions(trainer.lightning_module, decides=True)  # there is no graph of a loss
+        self._all_rows_at = 0
         self._said: set[str] = set()
 
     def look(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, now: tuple[int, int]) -> None:
@@ -115,6 +119,18 @@ class EvaluationCheck:
 
         self.learn(step, own, likely=likely, is_due=is_due)
 
+    def see_decisions(
+        self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, facts: frozenset[Any]
+    ) -> None:
+        """Check a batch whose micro-batches decided otherwise than those of all batches before.
+
+        The arguments are those of `look`; `own` asks for all rows, and `facts` are those about the decisions.
+        """
+        is_seen = self._all_rows_at == self._batches
+        own = replace(own, facts=facts)
+        self.learn(step, own, likely=likely, is_due=lambda: not is_seen and bool(self._profiles.news(facts)))
+        self._profiles.add(facts)
+
     def learn(self, step: Callable[[Any], Any], own: Request, *, likely: LossRule, is_due: Callable[[], bool]) -> bool:
         """Check a batch now if that is due, and those of other processes; return whether any was.
 
@@ -129,6 +145,7 @@ class EvaluationCheck:
             if units and (asked.micro_batches or is_new):
                 of_all = replace(asked, micro_batches=asked.micro_batches or asked.sizes)
                 self._agreed(partial(self._sizes.more, step, of_all, learn, done=units))
+                self._all_rows_at = self._batches
             self._largest = max(self._largest, asked.rows)
             self._profiles.add(asked.facts)
             self._checked_at, has_checked, self._checks = self._batches, True, self._checks + 1

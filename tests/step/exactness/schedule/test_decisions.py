@@ -101,6 +101,46 @@ def test_a_new_decision_about_inputs_is_refused_before_its_update(kind, checks):
     assert checks.steps[-1] == 9
 
 
+class OfAllRows(Prepared):
+    """Compares the number of large rows with a limit that no micro-batch reaches, and all rows of batch 9 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.limit = 5
+
+    def prepare(self, x, size):
+        return x - x.mean(0) if self.number(size > 0.6) >= self.limit else x
+
+
+class ByItem(OfAllRows):
+    def number(self, large):
+        return large.sum().item()
+
+
+class ByLength(OfAllRows):
+    def prepare(self, x, size):
+        large = (size > 0.6).nonzero()
+        return x - x.mean(0) if len(large) > 4 else x
+
+
+class ByHinge(OfAllRows):
+    def prepare(self, x, size):
+        return x * (1 + F.relu((size > 0.6).sum() - 4))
+
+
+@first_cells(1, "kind", [ByLength, ByItem, ByHinge])
+def test_a_limit_that_only_all_rows_reach_is_refused_before_its_update(kind, checks):
+    sizes = torch.rand(13 * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10 + 0.4
+    for batch in range(13):
+        sizes[[8 * batch + batch % 8, 8 * batch + (batch + 3) % 8]] = 0.9
+    sizes[[72, 74, 76, 77, 79]] = 0.9
+
+    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
+        run(kind, batches(number=13, size=8, change=lambda batch, row: {"size": sizes[8 * batch + row]}))
+
+    assert checks.steps[-1] == 9
+
+
 @first_cells(2, "kind", [ByNumber, ByCount, ByFactor, ByTensor, ByStep])
 def test_the_same_decision_in_all_batches_costs_no_check(kind, checks):
     module, _ = run(kind, loader(large=0.5))

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_unified.nn.compiled import COMPILED_CALL, is_compiled
 from lightning_unified.step.exactness.facts.bends import variation
-from lightning_unified.step.exactness.facts.decisions.noting import STEPS, Decided, Name, NoteDecisions
+from lightning_unified.step.exactness.facts.decisions.noting import BESIDE, STEPS, Decided, Name, NoteDecisions
 
 __all__ = ["BatchDecisions", "Decisions"]
 
@@ -38,10 +38,11 @@ class Decisions:
     Args:
         module: The module. Nothing is noted if it has compiled parts, which torch would compile anew for the mode, or CUDA graphs, which are
             not replayed inside one.
+        decides: Whether its steps are known to decide by values, or nothing else tells how they compute.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._decides = module, False
+    def __init__(self, module: nn.Module, *, decides: bool = False) -> None:
+        self._module, self._decides = module, decides
         self._known: set[Name] = set()
         self._whole: set[Name] = set()  # places that all micro-batches of a batch have run
 
@@ -148,8 +149,10 @@ def _of_limits(name: Name, values: Sequence[Limited]) -> Iterator[tuple[Any, boo
             yield "sum", True
 
 
-def _upper(operation: str) -> Callable[[float, float], bool]:
+def _upper(operation: str) -> Callable[[float, float], int]:
     """Return the function that tells on which side of a limit a value lies."""
+    if operation.startswith(BESIDE):  # it is not known whether the limit itself is on the upper side
+        return lambda value, limit: (value > limit) - (value < limit)
     if operation in _AT_LIMIT:
         return lambda value, limit: value == limit
     if operation in _FROM_LIMIT:

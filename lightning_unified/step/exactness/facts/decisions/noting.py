@@ -1,9 +1,11 @@
 """Note how a step decides by values: a mode that sees each operation that it calls."""
 
+import dis
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from typing_extensions import override
 
 from lightning_unified.nn.autograd_limits import in_a_transform
 
-__all__ = ["STEPS", "Decided", "Name", "NoteDecisions"]
+__all__ = ["BESIDE", "STEPS", "Decided", "Name", "NoteDecisions"]
 
 Name = tuple[Any, ...]
 
@@ -28,7 +30,16 @@ _COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_e
 _EQUALS = {"eq", "ne", "not_equal"}
 _LARGER = {"maximum", "minimum", "max", "min", "fmax", "fmin"}
 _CLAMPS = {"clamp": ("min", "max"), "clip": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",), "relu": ()}
+_SHIFTS = {"sub", "subtract", "rsub"}  # `relu(count - limit)` compares
 _SCALES = {"mul", "multiply", "div", "divide", "true_divide", "pow", "float_power"}
+_NUMBERS = {"item", "__float__", "__int__", "__index__"}
+_LENGTHS = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"}
+_NEAR = 4  # instructions before a comparison that load its operands
+_MOST_LIMITS = 8  # of a function
+
+BESIDE = "beside"
+"""Marks a number of Python, beside a number with which its function compares something."""
+
 STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "heaviside", "floor_divide"}
 """Operations whose result changes in steps."""
 
@@ -103,7 +114,19 @@ class NoteDecisions(BaseTorchFunctionMode):
             self._decided.places.add(place)
             if frame is direct:  # else a log or a metric reads its own values
                 self._note(place, name if name.startswith("__") else name.rstrip("_"), args, kwargs or {}, result)
+                self._note_number(place, name, args, result, frame)
         return result
+
+    def _note_number(self, place: Name, name: str, args: Sequence[Any], result: Any, frame: FrameType) -> None:
+        """Note a number that Python gets, or the number of chosen entries, beside each limit of the function."""
+        if name in _NUMBERS:
+            number = float(result)
+        elif (name in _LENGTHS or (name == "__getitem__" and _is_mask(args[1]))) and isinstance(result, Tensor):
+            number = float(len(result)) if result.dim() else 1.0
+        else:
+            return
+        for limit in _limits_of(frame):
+            self._add(place, f"{BESIDE} {limit}", torch.tensor([[number], [limit]], dtype=torch.float64))
 
     def _note(self, place: Name, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Note what an operation decides: which side of a limit its values are on, or a factor."""
@@ -117,6 +140,8 @@ class NoteDecisions(BaseTorchFunctionMode):
             given = {**dict(zip(_CLAMPS[name], args[1:], strict=False)), **kwargs}
             for limit in (given.get("min"), given.get("max")) if _CLAMPS[name] else (0.0,):
                 self._add(place, name, _pair(args[0], limit, most=_FEW))
+        elif name in _SHIFTS and len(args) == 2:
+            self._add(place, name, _pair(*args, most=1), reads=False)
         elif name in STEPS:
             self._add(place, name, _pair(result, 0.0, most=_FEW))
         kinds = (int, float) if name in _SCALES else (float,)
@@ -124,8 +149,8 @@ class NoteDecisions(BaseTorchFunctionMode):
             if (key := self._key(place, f"{name} by")) is not None:
                 self._decided.numbers[key] = float(number)
 
-    def _add(self, place: Name, name: str, pair: Tensor | None) -> None:
-        self.reads |= pair is not None
+    def _add(self, place: Name, name: str, pair: Tensor | None, *, reads: bool = True) -> None:
+        self.reads |= reads and pair is not None
         if pair is not None and (key := self._key(place, name)) is not None:
             self._decided.limits[key] = pair
 
@@ -142,6 +167,32 @@ def _outside(frame: FrameType | None, packages: set[str]) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
         frame = frame.f_back
     return frame
+
+
+def _limits_of(frame: FrameType) -> Iterator[float]:
+    """Yield the numbers with which a running function may compare: constants, and attributes of its `self`."""
+    numbers, names = _compared(frame.f_code)
+    yield from numbers
+    held = getattr(frame.f_locals.get("self"), "__dict__", {}) if names else {}
+    yield from (float(held[name]) for name in names if type(held.get(name)) in (int, float))
+
+
+@lru_cache(maxsize=1024)
+def _compared(code: CodeType) -> tuple[list[float], list[str]]:
+    """Return the constants and the names of attributes that a function loads just before comparisons."""
+    found = [*dis.get_instructions(code)]
+    ends = [at for at, one in enumerate(found) if one.opname == "COMPARE_OP"]
+    loads = [one for end in ends for one in found[max(end - _NEAR, 0) : end]]
+    numbers = dict.fromkeys(
+        float(one.argval) for one in loads if type(one.argval) in (int, float) and "CONST" in _kind(one)
+    )
+    names = dict.fromkeys(one.argval for one in loads if one.opname == "LOAD_ATTR")
+    return [*numbers][:_MOST_LIMITS], [*names][:_MOST_LIMITS]
+
+
+def _kind(instruction: dis.Instruction) -> str:
+    """Return the name of an instruction; Python 3.14 loads small whole numbers by one of their own."""
+    return instruction.opname.replace("LOAD_SMALL_INT", "LOAD_CONST")
 
 
 def _pair(value: Any, limit: Any, *, most: int) -> Tensor | None:
