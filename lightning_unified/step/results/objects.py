@@ -17,7 +17,7 @@ from lightning_unified.step.split.containers import PLAIN, entries_of, is_list_o
 from lightning_unified.step.undo.cells import Cell, cells_of
 from lightning_unified.step.undo.kinds import Kind, kind_of
 
-__all__ = ["attributes_of", "holds_values", "with_attributes"]
+__all__ = ["attributes_of", "holds_values", "layers_of", "with_attributes"]
 
 _MOST = 1000  # values in an object that is read by its attributes
 _VALUES = (
@@ -67,6 +67,14 @@ def holds_values(value: Any) -> bool:
             return False
         waiting += [(entry, (*holders, id(one))) for _, entry in entries]
     return False
+
+
+def layers_of(value: Any) -> list[nn.Module]:
+    """Return the layers with weights that a value is, or that a list, tuple or dict holds."""
+    if isinstance(value, nn.Module):
+        return [value] if next(value.parameters(), None) is not None else []
+    entries = entries_of(value) if isinstance(value, (list, tuple, dict)) and not is_list_of_plain(value) else None
+    return [layer for _, entry in entries or () for layer in layers_of(entry)]
 
 
 def _is_object(value: Any) -> bool:

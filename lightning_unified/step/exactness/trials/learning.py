@@ -12,7 +12,7 @@ from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.results.logs import Logged, LogKey, path_of_log
 from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
 from lightning_unified.step.results.metrics import reduced, without_seams
-from lightning_unified.step.results.objects import holds_values
+from lightning_unified.step.results.objects import holds_values, layers_of
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.state.entries import learn_entry
 from lightning_unified.step.results.state.writes import Written
@@ -95,7 +95,8 @@ def without_varying(tables: Tables, troubles: Sequence[str], written: Written, a
 
     Args:
         tables: The tables that record them. Of parts of a container or an object, the last micro-batch's stay; anything that is not a value
-            stays as micro-batches leave it, such as the handle of a hook.
+            stays as micro-batches leave it, such as the handle of a hook or a
+            layer.
         troubles: Paths of written state that no rule merges.
         written: The writes of a run.
         again: Those of an equal run.
@@ -109,7 +110,7 @@ def without_varying(tables: Tables, troubles: Sequence[str], written: Written, a
         tables.varying.add(path)
         if path not in written:  # an entry of a dict that the step makes
             parts = parts or {path}
-        elif not holds_values(written[path].after):
+        elif not holds_values(written[path].after) or layers_of(written[path].after):
             for one in [one for one in table.paths if one.startswith(f"{path}.")]:
                 table.reject(one)
             continue

@@ -28,7 +28,16 @@ from lightning_unified.step.results.state.last_writes import keeps_last_writes, 
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry", "note_alone", "refusal_of_merge"]
+__all__ = [
+    "UNWRITTEN",
+    "is_known",
+    "is_mergeable",
+    "learn_entry",
+    "merge_entry",
+    "note_alone",
+    "refusal_of_layers",
+    "refusal_of_merge",
+]
 
 UNWRITTEN = object()  # stands for a value that a run did not write
 _ALONE = "as written"
@@ -313,4 +322,12 @@ def refusal_of_merge(path: str) -> SplitError:
     return SplitError(
         f"the step writes {path}, and the values that micro-batches write no longer merge as in the checked batches; write it once a "
         "batch, in on_train_batch_end or on_validation_batch_end, or declare MicroBatchRules(splittable=False)."
+    )
+
+
+def refusal_of_layers(path: str) -> SplitError:
+    """Return the error for layers that each micro-batch makes, with weights of its own draws."""
+    return SplitError(
+        f"the step writes {path}, a layer, and each micro-batch made one of its own. Make it in __init__, configure_model or "
+        "on_train_batch_start, or only where there is none yet; or declare MicroBatchRules(splittable=False) to run batches whole."
     )

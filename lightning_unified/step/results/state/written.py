@@ -32,6 +32,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.kept_gradients import awaits_gradient, copy_gradients, gradients_of
 from lightning_unified.step.results.merging import LAST, MergeTable, MicroBatchWeights
+from lightning_unified.step.results.objects import layers_of
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.state.entries import (
     UNWRITTEN,
@@ -39,6 +40,7 @@ from lightning_unified.step.results.state.entries import (
     is_mergeable,
     learn_entry,
     merge_entry,
+    refusal_of_layers,
     refusal_of_merge,
 )
 from lightning_unified.step.results.state.queues import has_queue, queue_of, without_queues
@@ -213,9 +215,10 @@ class WrittenOverMicroBatches:
         always 0, and where another than the first micro-batch wrote something new.
 
         Raises:
-            SplitError: If no rule merges the values after that check.
+            SplitError: If no rule merges the values after that check, or each micro-batch has made layers of its own.
         """
         self._take_backward()
+        self._require_one_layer()
         whole = {path: self._merged(path, weights) for path in self._paths}
         written = {path: self._change(path) for writes in self._writes for path in writes}
         new = [path for path, change in written.items() if self._is_new(change)]
@@ -230,6 +233,13 @@ class WrittenOverMicroBatches:
         self._resumed = {path: there.get(path, one.before) for path, one in self._awaiting_backward().items()}
         if not self._resumed:
             self._release()
+
+    def _require_one_layer(self) -> None:
+        """Raise `SplitError` if several micro-batches made a layer at one place, each with weights of its own draws."""
+        for path in dict.fromkeys(path for writes in self._writes for path in writes):
+            made = [layers_of(writes[path].after) for writes in self._writes if path in writes]
+            if len({tuple(map(id, layers)) for layers in made}) > 1:
+                raise refusal_of_layers(path)
 
     def _release(self) -> None:
         """End the batch, except for gradients that the last backward pass is yet to write."""
