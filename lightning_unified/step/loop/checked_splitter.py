@@ -163,6 +163,8 @@ class CheckedSplitter:
         micro_batches = self.splitter.micro_batches(batch, rows)
         weighting = partial(self._weighting, batch, micro_batches, rows)
         used = weighting()
+        if self.check.tables.written.paths:
+            self._decisions.note_from_now_on()
         splits = self._policy.splits
         keeps = partial(self._require_weights, used, weighting, splits.loss_rule.name, splits.passes)
         return SplitBatch(

@@ -238,3 +238,22 @@ def test_a_compiled_function_of_a_watched_step_compiles():
     plain, _ = run(Compiled, loader(), strategy="auto")
 
     torch.testing.assert_close(weights(module), weights(plain), rtol=1e-12, atol=1e-14)
+
+
+class LogsByCounter(Net):
+    """Logs a mean, and in batch 9 its square: no check sees batch 9 otherwise."""
+
+    seen = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self.net(batch["x"]), batch)
+        self.seen += 1
+        self.log("figure", loss**2 if self.seen == 10 else loss)
+        return loss
+
+
+def test_a_log_that_first_bends_by_a_counter_is_checked_and_named(checks, caplog):
+    run(LogsByCounter, batches(number=13))
+
+    assert checks.steps[-1] == 9
+    assert any("'figure'" in record.message for record in caplog.records)

@@ -11,7 +11,7 @@ The split is exact until micro-batches come that decide otherwise.
 | numbers of Python that an operation gets, and rounded values | `x * scale`, `x.max().floor()` |
 
 Facts tell how the micro-batches of a batch agree in each of them, and whether the sum of their values lies on another side. Noting takes about
-5 µs for each operation, so it begins once a check has seen that the step reads or compares values of tensors.
+5 µs for each operation, so it begins once a check has seen that the step reads or compares values of tensors, or keeps state.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +50,10 @@ class Decisions:
     def are_noted(self) -> bool:
         """Whether the decisions of micro-batches are noted."""
         return self._decides and self._may_be_noted
+
+    def note_from_now_on(self) -> None:
+        """Note the decisions of the next batches, as of a step that may decide by state that it keeps."""
+        self._decides = True
 
     @property
     def _may_be_noted(self) -> bool:
