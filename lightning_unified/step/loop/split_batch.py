@@ -207,9 +207,11 @@ class SplitBatch:
             for one, gradient in [*zip(self._parameters, held, strict=True), *of_others]:
                 one.grad = gradient
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Hold back the values that are logged inside the block."""
-        return self._merging.recording()
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hold back the values that are logged inside the block, and note what its code decides."""
+        with self._merging.recording(), self._decisions.backward():
+            yield
 
     def end_micro_batch(self) -> None:
         """Record the state that a micro-batch's step wrote, before the hooks that run once a batch."""

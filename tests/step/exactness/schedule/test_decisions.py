@@ -112,6 +112,14 @@ class OfAllRows(Prepared):
         return x - x.mean(0) if self.number(size > 0.6) >= self.limit else x
 
 
+def with_more_large_rows(usual, ninth):
+    """Return a loader whose batch 9 has more large rows than the others, and none that is larger."""
+    sizes = torch.rand(13, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10 + 0.4
+    for batch in range(13):
+        sizes[batch, [(batch + row) % 8 for row in usual] if batch != 9 else ninth] = 0.9
+    return batches(number=13, size=8, change=lambda batch, row: {"size": sizes[batch, row]})
+
+
 class ByItem(OfAllRows):
     def number(self, large):
         return large.sum().item()
@@ -130,13 +138,8 @@ class ByHinge(OfAllRows):
 
 @first_cells(1, "kind", [ByLength, ByItem, ByHinge])
 def test_a_limit_that_only_all_rows_reach_is_refused_before_its_update(kind, checks):
-    sizes = torch.rand(13 * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 10 + 0.4
-    for batch in range(13):
-        sizes[[8 * batch + batch % 8, 8 * batch + (batch + 3) % 8]] = 0.9
-    sizes[[72, 74, 76, 77, 79]] = 0.9
-
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
-        run(kind, batches(number=13, size=8, change=lambda batch, row: {"size": sizes[8 * batch + row]}))
+        run(kind, with_more_large_rows([0, 3], [0, 2, 4, 5, 7]))
 
     assert checks.steps[-1] == 9
 
@@ -257,3 +260,23 @@ def test_a_log_that_first_bends_by_a_counter_is_checked_and_named(checks, caplog
 
     assert checks.steps[-1] == 9
     assert any("'figure'" in record.message for record in caplog.records)
+
+
+class LimitsGradient(Prepared):
+    """Limits a gradient in its own backward, in batch 9."""
+
+    def prepare(self, x, size):
+        self.sizes = [size]
+        return x
+
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+        if self.sizes[0].mean() > 0.7:
+            self.net[0].weight.grad.clamp_(-0.001, 0.001)
+
+
+def test_a_decision_of_the_modules_own_backward_is_refused_before_its_update(checks):
+    with pytest.raises(SplitError, match="LimitsGradient cannot be split exactly"):
+        run(LimitsGradient, with_more_large_rows([0], [0, 1, 3, 4, 5, 7]))
+
+    assert checks.steps[-1] == 9

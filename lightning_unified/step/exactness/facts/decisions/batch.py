@@ -15,6 +15,7 @@ Facts tell how the micro-batches of a batch agree in each of them, and whether t
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -42,7 +43,7 @@ class Decisions:
     """
 
     def __init__(self, module: nn.Module, *, decides: bool = False) -> None:
-        self._module, self._decides = module, decides
+        self._module, self._decides, self._knows_backward = module, decides, False
         self._known: set[Name] = set()
         self._whole: set[Name] = set()  # places that all micro-batches of a batch have run
 
@@ -72,6 +73,16 @@ class Decisions:
             return result
 
         return run
+
+    @contextmanager
+    def watching_backward(self) -> Iterator[None]:
+        """Tell whether the module's own `backward` decides by values, in the first backward pass."""
+        if self._decides or self._knows_backward or not self._may_be_noted:
+            yield
+            return
+        with NoteDecisions(Decided()) as mode:
+            yield
+        self._knows_backward, self._decides = True, mode.reads
 
     def sides_of_places(self, micro_batches: Sequence[set[Name]]) -> Iterator[tuple[Name, str]]:
         """Yield the places that not all micro-batches of all batches run, with those of this batch that do.
@@ -108,6 +119,17 @@ class BatchDecisions:
         decided.send()
         self._decided[index:] = [decided]
         return result
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note the decisions of the module's own `backward` for the last micro-batch; gradient hooks run outside of the mode."""
+        if not self._are_noted:
+            with self._decisions.watching_backward():
+                yield
+            return
+        with NoteDecisions(self._decided[-1]):
+            yield
+        self._decided[-1].send()
 
     def facts(self, counts: Sequence[tuple[float, float]]) -> frozenset[Fact]:
         """Return the facts about all micro-batches.
