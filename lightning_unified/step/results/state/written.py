@@ -235,7 +235,7 @@ class WrittenOverMicroBatches:
             self._release()
 
     def _require_one_layer(self) -> None:
-        """Raise `SplitError` if several micro-batches made a layer at one place, each with weights of its own draws."""
+        """Raise `SplitError` if several micro-batches made a layer at one place, each with its own weights."""
         for path in dict.fromkeys(path for writes in self._writes for path in writes):
             made = [layers_of(writes[path].after) for writes in self._writes if path in writes]
             if len({tuple(map(id, layers)) for layers in made}) > 1:

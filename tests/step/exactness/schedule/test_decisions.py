@@ -280,3 +280,17 @@ def test_a_decision_of_the_modules_own_backward_is_refused_before_its_update(che
         run(LimitsGradient, with_more_large_rows([0], [0, 1, 3, 4, 5, 7]))
 
     assert checks.steps[-1] == 9
+
+
+def test_operands_of_other_kinds_are_left_alone():
+    def step():
+        x = torch.arange(6.0).view(3, 2)
+        torch.clamp(input=x, min=0)
+        F.relu(x.to_sparse().to_dense())
+        (x.max(0), x.to(torch.complex64)[0, 0].item(), x.to("meta") > 1)
+        (torch.nested.nested_tensor([x, x[:1]]) * 2.0, x.to(torch.float8_e5m2).to(x) > x.mean(), torch.equal(x, x))
+        (x == None, x.eq(10**18), x.mean() < float("inf"), x.sum().sub(1), x.sum() > True)  # noqa: E711
+        exec(compile("bool(x.any())", "<string>", "eval"), {"x": x, "__name__": None})
+        return x.sum().item()
+
+    assert facts_of(step)

@@ -122,7 +122,10 @@ class BatchDecisions:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note the decisions of the module's own `backward` for the last micro-batch; gradient hooks run outside of the mode."""
+        """Note the decisions of the module's own `backward` for the last micro-batch.
+
+        Gradient hooks run outside of the mode.
+        """
         if not self._are_noted:
             with self._decisions.watching_backward():
                 yield

@@ -43,6 +43,7 @@ BESIDE = "beside"
 STEPS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "heaviside", "floor_divide"}
 """Operations whose result changes in steps."""
 
+_ORDERED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
 _READS = {
     *("__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "item", "tolist", "numpy"),
     *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "equal", "allclose", "is_nonzero"),
@@ -62,23 +63,23 @@ class Decided:
         self.places: set[Name] = set()
         self.limits: dict[Name, Tensor] = {}
         self.numbers: dict[Name, float] = {}
-        self._transfer: torch.cuda.Event | None = None
+        self._transfers: list[torch.cuda.Event] = []
 
     def send(self) -> None:
-        """Begin the transfer of values on a CUDA device to the host, which does not wait for it."""
-        moving = {name: pair for name, pair in self.limits.items() if pair.is_cuda}
-        if not moving:
-            return
-        flat = torch.cat([pair.reshape(-1) for pair in moving.values()])
-        sent = flat.to("cpu", non_blocking=True).split([pair.numel() for pair in moving.values()])
-        self.limits |= {name: one.view(2, -1) for name, one in zip(moving, sent, strict=True)}
-        self._transfer = torch.cuda.Event()
-        self._transfer.record(torch.cuda.current_stream(flat.device))
+        """Begin the transfer of values on CUDA devices to the host, which does not wait for it."""
+        for device in {pair.device for pair in self.limits.values() if pair.is_cuda}:
+            moving = {name: pair for name, pair in self.limits.items() if pair.device == device}
+            flat = torch.cat([pair.reshape(-1) for pair in moving.values()])
+            sent = flat.to("cpu", non_blocking=True).split([pair.numel() for pair in moving.values()])
+            self.limits |= {name: one.view(2, -1) for name, one in zip(moving, sent, strict=True)}
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(device))
+            self._transfers.append(done)
 
     def arrived(self) -> dict[Name, tuple[list[float], list[float]]]:
-        """Return the values and limits of comparisons, after their transfer has ended."""
-        if self._transfer is not None:
-            self._transfer.synchronize()
+        """Return the values and limits of comparisons, after their transfers have ended."""
+        for transfer in self._transfers:
+            transfer.synchronize()
         return {name: tuple(pair.tolist()) for name, pair in self.limits.items()}
 
 
@@ -119,7 +120,7 @@ class NoteDecisions(BaseTorchFunctionMode):
 
     def _note_number(self, place: Name, name: str, args: Sequence[Any], result: Any, frame: FrameType) -> None:
         """Note a number that Python gets, or the number of chosen entries, beside each limit of the function."""
-        if name in _NUMBERS:
+        if name in _NUMBERS and isinstance(result, (int, float)):
             number = float(result)
         elif (name in _LENGTHS or (name == "__getitem__" and _is_mask(args[1]))) and isinstance(result, Tensor):
             number = float(len(result)) if result.dim() else 1.0
@@ -133,13 +134,17 @@ class NoteDecisions(BaseTorchFunctionMode):
         self.reads |= name in _READS or (name == "__getitem__" and _is_mask(args[1]))
         if name == "__bool__":
             self._add(place, name, torch.tensor([[float(result)], [0.5]]))
-        elif name in _COMPARES or name in _LARGER or name in _EQUALS:
+        elif name in _COMPARES or name in _EQUALS:
             if len(args) == 2:
                 self._add(place, name, _pair(*args, most=1 if name in _EQUALS else _FEW))
+        elif name in _LARGER:
+            if len(args) == 2 and isinstance(args[1], Tensor):  # else a dimension
+                self._add(place, name, _pair(*args, most=_FEW))
         elif name in _CLAMPS:
+            value = args[0] if args else kwargs.get("input")
             given = {**dict(zip(_CLAMPS[name], args[1:], strict=False)), **kwargs}
             for limit in (given.get("min"), given.get("max")) if _CLAMPS[name] else (0.0,):
-                self._add(place, name, _pair(args[0], limit, most=_FEW))
+                self._add(place, name, _pair(value, limit, most=_FEW))
         elif name in _SHIFTS and len(args) == 2:
             self._add(place, name, _pair(*args, most=1), reads=False)
         elif name in STEPS:
@@ -164,7 +169,7 @@ class NoteDecisions(BaseTorchFunctionMode):
 
 def _outside(frame: FrameType | None, packages: set[str]) -> FrameType | None:
     """Return the innermost frame from `frame` on whose code is in none of `packages`."""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
         frame = frame.f_back
     return frame
 
@@ -201,7 +206,8 @@ def _pair(value: Any, limit: Any, *, most: int) -> Tensor | None:
     Of more values beside one limit that is computed, such as `3 * x.std()`, the smallest and the largest stand for all.
     """
     is_computed = most > 1 and isinstance(value, Tensor) and isinstance(limit, Tensor) and limit.numel() == 1
-    if is_computed and most < value.numel() <= _MANY and _is_plain(value) and not value.requires_grad:
+    is_of_inputs = is_computed and value.dtype in _ORDERED and not value.requires_grad
+    if is_of_inputs and _is_plain(value) and most < value.numel() <= _MANY:
         value = torch.stack(torch.aminmax(value))
     tensors = [one for one in (value, limit) if isinstance(one, Tensor)]
     others = [one for one in (value, limit) if not isinstance(one, Tensor)]
@@ -212,9 +218,16 @@ def _pair(value: Any, limit: Any, *, most: int) -> Tensor | None:
     device = max((one.device for one in tensors), key=lambda one: one.type != "cpu")
     form = torch.float32 if device.type == "mps" else torch.float64
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        both = [torch.as_tensor(one, device=device, dtype=form).reshape(-1) for one in (value, limit)]
+        both = [_entries(one, device, form) for one in (value, limit)]
         sizes = {one.numel() for one in both} - {1}
         return torch.stack(torch.broadcast_tensors(*both)) if len(sizes) < 2 else None
+
+
+def _entries(value: Any, device: torch.device, form: torch.dtype) -> Tensor:
+    """Return the entries of a tensor, or one entry with a number, which needs no transfer."""
+    is_tensor = isinstance(value, Tensor)
+    made = value.to(device, form) if is_tensor else torch.full((), float(value), device=device, dtype=form)
+    return made.detach().reshape(-1)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -222,9 +235,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
     Those of a transform, fake ones, and those of a CUDA graph that is being recorded may not.
     """
-    is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+    is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+    has_values = not (tensor.is_complex() or tensor.is_quantized or tensor.is_meta)
     is_recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    return is_known and not is_recorded and not in_a_transform()
+    return is_known and has_values and not is_recorded and not in_a_transform()
 
 
 def _is_mask(index: Any) -> bool:
