@@ -24,7 +24,11 @@ _MANY = 4096  # larger tensors hold positions of rows, and would take time
 _MOST = 64  # figures of a micro-batch
 _REPEATS = 4  # of one place, in a loop
 _TORCH = {"torch"}
-_LIBRARIES = _TORCH | {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_unified", "torchmetrics"}
+_MODELS = {"transformers", "peft", "accelerate", "diffusers", "timm", "torchvision"}
+# Their code reads values too, mostly of masks, to choose kernels. Noting each of their operations would take a tenth of such a step.
+_LIBRARIES = (
+    _TORCH | _MODELS | {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_unified", "torchmetrics"}
+)
 
 _COMPARES = {"gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal"}
 _EQUALS = {"eq", "ne", "not_equal"}
@@ -104,9 +108,8 @@ class NoteDecisions(BaseTorchFunctionMode):
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)  # torch's own frame, for the place of warnings
         name = getattr(func, "__name__", "")
-        if (
-            name == "__get__" or torch.compiler.is_compiling()
-        ):  # an attribute, such as `x.shape`; or torch's compiler traces this
+        is_attribute = name == "__get__"  # such as `x.shape`
+        if is_attribute or torch.compiler.is_compiling():
             return result
         direct = _outside(sys._getframe(1), _TORCH)
         frame = _outside(direct, _LIBRARIES)
