@@ -77,9 +77,14 @@ def test_layers_are_replaced_for_few_rows_and_put_back(rows: int) -> None:
     assert not any("forward" in vars(layer) for layer in layers)
 
 
-def test_layers_with_hooks_stay_as_they_are() -> None:
+def test_layers_with_hooks_or_weights_of_another_kind_stay_as_they_are() -> None:
+    class Quantized(nn.Parameter):
+        pass
+
     blocks = blocks_of(language_model())
+    blocks[0].mlp.down_proj.weight = Quantized(blocks[0].mlp.down_proj.weight.data)
     blocks[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     with reading_weights_once(blocks, rows=3):
         assert "forward" not in vars(blocks[0].mlp.up_proj)
+        assert "forward" not in vars(blocks[0].mlp.down_proj)
         assert "forward" in vars(blocks[0].mlp.gate_proj)

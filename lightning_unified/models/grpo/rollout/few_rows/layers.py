@@ -48,7 +48,9 @@ def _replaced(block: nn.Module) -> Iterator[tuple[nn.Module, Callable[[Tensor], 
 
 
 def _is_plain_linear(layer: Any) -> bool:
-    return type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
+    """Return whether a layer is a product with a dense weight and nothing else."""
+    is_hooked = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not is_hooked
 
 
 def _is_plain_lora(layer: Any) -> bool:
