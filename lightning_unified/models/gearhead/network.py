@@ -162,10 +162,13 @@ class GearHeadNetwork(nn.Module):
             )
         if positions is None:
             positions = torch.arange(held, held + T, device=input_ids.device).unsqueeze(0)
-        x = self.token_embedding(input_ids) + self.position_embedding(positions)
-        if self.error_embedding is not None:
+        places = self.position_embedding(positions)
+        if self.error_embedding is not None and error_code_ids is None:
             # Called even without codes, so that every parameter takes part in every step (DDP waits for each gradient).
-            x = x + self.error_embedding(torch.zeros_like(input_ids) if error_code_ids is None else error_code_ids)
+            places = places + self.error_embedding(positions.new_zeros(1, 1))
+        x = self.token_embedding(input_ids) + places
+        if self.error_embedding is not None and error_code_ids is not None:
+            x = x + self.error_embedding(error_code_ids)
         x = self.dropout(x)
         for block in self.blocks:
             if self.recompute and self.training and cache is None:

@@ -46,6 +46,11 @@ def test_no_codes_is_row_zero_and_adds_nothing(network):
     assert not network.error_embedding.weight[0].any()
 
 
+def test_without_codes_the_error_table_has_a_gradient_of_zeros(network):
+    network(torch.arange(10, 20).unsqueeze(0)).sum().backward()
+    assert not network.error_embedding.weight.grad.any()
+
+
 def test_the_head_is_the_token_table(network):
     hidden = network(torch.arange(10, 20).unsqueeze(0))
     assert torch.equal(network.logits(hidden), hidden @ network.token_embedding.weight.T)
