@@ -2,7 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import COMPILED_CALL, COMPILED_FORWARDS, Compiler, compiled_parts, mark_rows
 from lightning_unified.nn.stand_in import FORWARD, StandIn
 
-__all__ = ["AskedCompile", "Compilation", "CompileCost", "compile_pays", "compiled_only_in_training"]
+__all__ = ["AskedCompile", "Compilation", "CompileCost", "compile_pays", "compiled_as", "compiled_only_in_training"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -157,6 +158,27 @@ class Compilation:
         for part in self._parts:
             part.remove()
         self._parts, self._module = [], None
+
+
+@contextmanager
+def compiled_as(module: nn.Module, asked: AskedCompile) -> Iterator[str]:
+    """Compile a module as a run would while plans are made for it; yield what is compiled, in words.
+
+    A dry run partitions the graphs, and compiles no kernel.
+
+    Raises:
+        ConfigurationError: If nothing can be compiled.
+    """
+    if asked not in ("blocks", "whole", False):
+        raise ConfigurationError(
+            f'compile={asked!r}: a plan is made for "blocks", "whole" or False; "auto" decides by the length of a run.'
+        )
+    compilation = Compilation(asked)
+    compilation.begin(module)
+    try:
+        yield compilation.reason
+    finally:
+        compilation.end()
 
 
 def _parts_of(module: nn.Module, what: Literal["blocks", "whole"]) -> tuple[list[nn.Module], str]:

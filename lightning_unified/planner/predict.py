@@ -1,6 +1,7 @@
 """`predict` and `plan`: a step's memory and time, and the fastest step that fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.attention import AskedAttention, attention_choices, check_attention
+from lightning_unified.options.compilation import AskedCompile, compiled_as
 from lightning_unified.options.loss_chunk import AskedChunk, check_chunk, chunk_choices
 from lightning_unified.planner.arguments import check_recompute, check_step_arguments
 from lightning_unified.planner.chosen import chosen_plan
@@ -46,6 +48,7 @@ def predict(
     optimizer_kernel: str | None = None,
     loss_chunk: int | None = None,
     attention: Literal["chunked"] | None = None,
+    compile: AskedCompile = False,  # noqa: A002
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
@@ -71,6 +74,7 @@ def predict(
         optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None for the optimizer's own choice on that device.
         loss_chunk: Rows of logits that the chunked loss computes at a time, for Hugging Face models and modules that offer one.
         attention: `"chunked"` computes attention in chunks of queries; None leaves it to torch.
+        compile: `"blocks"` or `"whole"` plans the graphs that a strategy with this option would compile; for one device.
         rates: The speeds of the machine; None predicts no seconds.
         trainer: The Trainer of the fit, with its callbacks, clipping and accumulation; None for a default Trainer.
         validation_batch: A whole batch as `validation_step` gets it, to predict `validation` too; None leaves that out.
@@ -113,7 +117,7 @@ def predict(
     )
     step = group.step(step)
     traces = StepTraces(step, counted=group.counted(module, updates=optimizer_step))
-    with group.entered():
+    with group.entered(), _compiled(module, compile, group):
         found = Planner(traces, rates=rates, link=group.link).predict(combination, micro_batch_size=micro_batch_size)
         found = group.in_prediction(found)
         if validation_batch is None:
@@ -136,6 +140,7 @@ def plan(
     optimizer_kernel: str = "keep",
     loss_chunk: AskedChunk = "auto",
     attention: AskedAttention = "auto",
+    compile: AskedCompile = False,  # noqa: A002
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
@@ -159,6 +164,7 @@ def plan(
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
         loss_chunk: Rows of logits that the loss computes at a time, `"auto"` to leave it open, or False for the module as it is.
         attention: `"torch"`, `"chunked"`, or `"auto"` to leave it open on MPS.
+        compile: As in `predict`.
         rates: The speeds of another machine, such as `tabled_rates("m2-16gb")`. None measures a device of this machine once and keeps
             its speeds in the user's cache; measurements of earlier steps correct the predictions, as in a fit. For a device that
             is not here, None takes the published speeds of a typical one, which order plans but predict no times.
@@ -201,15 +207,15 @@ def plan(
     planners = Planners(
         step, group, SizeLimits(micro_batch_size=micro_batch_size), phases=phases or Phases(), calibration=calibration
     )
-    combinations = _combinations(
-        module,
-        precision,
-        recompute=recompute,
-        optimizer_kernel=optimizer_kernel,
-        loss_chunk=loss_chunk,
-        attentions=attention_choices(module, attention, backend=backend),
-    )
-    with group.entered():
+    with group.entered(), _compiled(module, compile, group) as compiled:
+        combinations = _combinations(
+            module,
+            precision,
+            recompute=recompute,
+            optimizer_kernel=optimizer_kernel,
+            loss_chunk=loss_chunk,
+            attentions=attention_choices(module, attention, backend=backend),
+        )
         planner = planners.of(group)
         chosen = partial(chosen_plan, planner, combinations, step, rates=known, budget_bytes=count)
         found = chosen(only_best=is_later)
@@ -223,7 +229,7 @@ def plan(
             found = group.in_plan(found, layouts)
         alignment = None if calibration is None else calibration.alignment
         aligned = _UNALIGNED if alignment is None else alignment.describe()
-        found = replace(found, reasons={**found.reasons, "alignment": aligned, "speeds": speeds})
+        found = replace(found, reasons={**found.reasons, **compiled, "alignment": aligned, "speeds": speeds})
         if validation_batch is None:
             return found
         return _with_validation(found, group.step(step), validation_batch, planners.traces)
@@ -240,6 +246,7 @@ def plan_many(
     optimizer_kernel: str = "keep",
     loss_chunk: AskedChunk = "auto",
     attention: AskedAttention = "auto",
+    compile: AskedCompile = False,  # noqa: A002
     trainer: L.Trainer | None = None,
     devices: int = 1,
     strategy: str | None = None,
@@ -276,11 +283,20 @@ def plan_many(
             traces[key] = StepTraces(group.step(step), limits=limits, counted=group.counted(module))
         planner = Planner(traces[key], link=group.link)
         attentions = attention_choices(module, attention, backend=backend_of(backend))
-        combinations = _combinations(module, precision, attentions=attentions, **options)
-        with group.entered():
+        with group.entered(), _compiled(module, compile, group):
+            combinations = _combinations(module, precision, attentions=attentions, **options)
             found = chosen_plan(planner, combinations, step, rates=known, budget_bytes=count)
         plans[name] = group.in_plan(found)
     return plans
+
+
+@contextmanager
+def _compiled(module: L.LightningModule, asked: AskedCompile, group: DeviceGroup) -> Iterator[dict[str, str]]:
+    """Compile the module for the plans made inside; yield the reason for a plan."""
+    if asked is not False and group.devices > 1:
+        raise ConfigurationError(f"compile={asked!r}: plans for several devices are made for the module as it is.")
+    with compiled_as(module, asked) as reason:
+        yield {} if asked is False else {"compile": reason}
 
 
 def _combinations(

@@ -1,5 +1,7 @@
 """`lightning_unified.predict` and `.plan`: a step's memory and plan, without a run."""
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -338,3 +340,26 @@ def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said
 
 def test_of_a_machine_that_is_not_this_one_no_alignment_is_known(tight):
     assert tight.reasons["alignment"].startswith("not measured, because the machine is not this one")
+
+
+def test_a_plan_for_compiled_blocks_counts_their_graphs_and_leaves_the_module(module, whole):
+    before = {name: dict(vars(child)) for name, child in module.named_modules()}
+    planned = partial(lightning_unified.plan, module, BATCH, budget="8GiB", device="cuda", rates=RATES)
+    blocks, parts = (
+        lightning_unified.predict(module, BATCH, device="cuda", compile=one) for one in ("blocks", "whole")
+    )
+
+    assert "compile" not in planned().reasons
+    assert planned(compile="blocks").reasons["compile"].startswith("as asked: 2 blocks")
+    assert planned(compile="whole").prediction.peak_bytes == parts.peak_bytes
+    assert blocks.peak_bytes < whole.peak_bytes  # kernels fuse the activations
+    assert {name: dict(vars(child)) for name, child in module.named_modules()} == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "why"), [("auto", 1, "length of a run"), ("blocks", 2, "several devices")]
+)
+def test_what_no_plan_knows_of_compilation_is_refused(module, asked, devices, why):
+    strategy = None if devices == 1 else "ddp"
+    with pytest.raises(ConfigurationError, match=why):
+        lightning_unified.predict(module, BATCH, device="cuda", compile=asked, devices=devices, strategy=strategy)

@@ -129,6 +129,8 @@ def _page(
         "precision": target.precision.reason,
         "loader_workers": f"{target.workers.count}: {target.workers.reason}",
     }
+    if config.memory.compile == "auto":
+        known["compile"] = "auto decides when a run begins, by its length; planned as the module is"
     plan = replace(plan, reasons=known | dict(plan.reasons))
     where = ()
     if asked.fits_where:  # choices of a tier or of this hardware do not apply to other machines
@@ -160,6 +162,7 @@ def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict
         "recompute": config.memory.recompute,
         "loss_chunk": config.memory.loss_chunk,
         "attention": config.memory.attention,
+        "compile": False if config.memory.compile == "auto" else config.memory.compile,
     }
     found = {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
     return {**found, "optimizer_rollback": config.memory.recover and config.memory.optimizer_rollback}

@@ -108,6 +108,18 @@ def test_the_planner_gets_resolved_settings_and_other_machines_the_written_ones(
     assert page["plan"]["reasons"]["budget"].startswith("as written")
 
 
+@pytest.mark.parametrize(
+    ("asked", "planned"), [("blocks", "blocks"), ("whole", "whole"), ("auto", False), ("false", False)]
+)
+def test_compilation_is_planned_as_a_run_would_compile(command, calls, asked, planned):
+    done = command(*TINY, f"memory.compile={asked}", "memory.budget=4GiB", "--json")
+
+    assert calls.call.compile == planned
+    reason = json.loads(done.out)["plan"]["reasons"].get("compile", "")
+    assert reason.startswith("auto decides when a run begins" if asked == "auto" else "")
+    assert bool(reason) == (asked == "auto")  # the real planner gives the other reasons
+
+
 def test_a_simulated_machine_gives_backend_budget_rates_and_model_settings(command, calls):
     done = command("model=gearhead-34m", "simulate=m2-16gb", "memory.budget=6GiB")
 
