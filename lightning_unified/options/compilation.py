@@ -162,9 +162,9 @@ class Compilation:
 
 @contextmanager
 def compiled_as(module: nn.Module, asked: AskedCompile) -> Iterator[str]:
-    """Compile a module as a run would while plans are made for it; yield what is compiled, in words.
+    """Compile a module as a run would, while plans are made for it.
 
-    A dry run partitions the graphs, and compiles no kernel.
+    Yields what is compiled, in words. A dry run partitions the graphs, and compiles no kernel.
 
     Raises:
         ConfigurationError: If nothing can be compiled.
