@@ -7,6 +7,8 @@ tensor cores. Weights of few rows, such as those of adapters, would occupy too f
 
 # ruff: noqa: ANN001, ANN202  Triton compiles the functions and has types of its own
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -202,10 +204,9 @@ def products(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
     M, K = x.shape
     outs = [x.new_empty(M, len(weight), dtype=weight.dtype) for weight in weights]
     by_sums = [M <= 2 or len(weight) <= _NARROW or weight.dtype != x.dtype for weight in weights]
-    block_n, block_k, warps, stages = _dots_tile(sum(map(len, weights)), K)
+    block_m = max(_LEAST_TILE, triton.next_power_of_2(M))
+    block_n, block_k, stages = _dots_tile(block_m, sum(map(len, weights)), K, room=_room(x.device))
     sums_n, sums_k = 2, min(1024, triton.next_power_of_2(K))
-    if M <= 2:
-        warps, stages = 4, 1
     tiles = sum(
         triton.cdiv(len(weight), sums_n) * ((M + 1) // 2) if is_sum else triton.cdiv(len(weight), block_n)
         for weight, is_sum in zip(weights, by_sums, strict=True)
@@ -221,23 +222,45 @@ def products(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
         BY_SUMS=sum(is_sum << index for index, is_sum in enumerate(by_sums)),
         SUMS_N=sums_n,
         SUMS_K=sums_k,
-        BLOCK_M=max(_LEAST_TILE, triton.next_power_of_2(M)),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=1 if M <= 2 else stages,
     )
     return outs
 
 
-def _dots_tile(columns: int, width: int) -> tuple[int, int, int, int]:
-    """Return rows and columns of a weight's tile, warps of its program and stages of its loads.
+@cache
+def _room(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may take: 99 KiB of some GPUs, 227 of an H200."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 1 << 20
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+
+
+def _dots_tile(rows: int, columns: int, width: int, *, room: int) -> tuple[int, int, int]:
+    """Return rows and columns of a weight's tile, and stages of its loads.
 
     Small tiles occupy all processors where there are few columns. Measured on an H200 with 32 rows.
+
+    Args:
+        rows: Rows of the input's tile.
+        columns: Rows of all weights.
+        width: Columns of a weight.
+        room: Bytes of shared memory.
     """
-    if columns >= 8192:
-        return 64, min(64, triton.next_power_of_2(width)), 4, 6
-    return 16, min(128, triton.next_power_of_2(width)), 4, 5
+    block_n, most, stages = (64, 64, 6) if columns >= 8192 else (16, 128, 5)
+    block_k = min(most, triton.next_power_of_2(width))
+    return block_n, block_k, max(min(stages, room // (2 * block_k * (block_n + rows))), 1)
+
+
+def _slots_at_once(width: int, *, room: int) -> int:
+    """Return the slots whose keys and values, twice, fit into shared memory.
+
+    128 were the fastest of those tried on an H200, for 2 and 32 rows.
+    """
+    return next(slots for slots in (128, 64, 32, 16) if slots == 16 or 8 * slots * width <= room)
 
 
 def add_adapters(bases: list[Tensor], narrows: list[Tensor], ups: list[Tensor], scales: list[float]) -> list[Tensor]:
@@ -273,7 +296,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     """
     N, H, _, D = query.shape
     K, L = keys.shape[1], keys.shape[2]
-    out = torch.empty_like(query)
+    out, block_d = torch.empty_like(query), max(_LEAST_TILE, triton.next_power_of_2(D))
     _attend[(N * K,)](
         query,
         keys,
@@ -285,9 +308,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
         HEADS=K,
         GROUP=H // K,
         D=D,
-        BLOCK_L=128,  # of the tiles tried on an H200, the fastest for 2 and 32 rows
+        BLOCK_L=_slots_at_once(block_d, room=_room(query.device)),
         BLOCK_G=max(_LEAST_TILE, triton.next_power_of_2(H // K)),
-        BLOCK_D=max(_LEAST_TILE, triton.next_power_of_2(D)),
+        BLOCK_D=block_d,
         num_warps=4,
         num_stages=2,
     )
