@@ -233,7 +233,10 @@ def products(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
 
 @cache
 def _room(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may take: 99 KiB of some GPUs, 227 of an H200."""
+    """Return the bytes of shared memory that a program may take.
+
+    They are 99 KiB on some GPUs, and 227 KiB on an H200.
+    """
     if device.type != "cuda":  # Triton's interpreter
         return 1 << 20
     return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
