@@ -294,7 +294,9 @@ def plan_many(
 def _compiled(module: L.LightningModule, asked: AskedCompile, group: DeviceGroup) -> Iterator[dict[str, str]]:
     """Compile the module for the plans made inside; yield the reason for a plan."""
     if asked is not False and group.devices > 1:
-        raise ConfigurationError(f"compile={asked!r}: plans for several devices are made for the module as it is.")
+        raise ConfigurationError(
+            f"compile={asked!r}: plans for several devices are made for the module as it is; give compile=False (memory.compile=false)."
+        )
     with compiled_as(module, asked) as reason:
         yield {} if asked is False else {"compile": reason}
 
