@@ -12,8 +12,8 @@ from typing import Any, Literal
 import lightning as L
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.blocks import Blocks, find_blocks
 from lightning_unified.nn.compiled import KeepsShare, is_compiled, keeps_share
+from lightning_unified.nn.module_tree.blocks import Blocks, find_blocks
 from lightning_unified.nn.recomputing import RecomputePolicy, Recomputing
 
 __all__ = ["ActivationCheckpointing", "CheckpointedBlocks", "recompute_policies"]

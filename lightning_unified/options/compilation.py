@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import COMPILED_CALL, COMPILED_FORWARDS, Compiler, compiled_parts, mark_rows
+from lightning_unified.nn.module_tree.blocks import find_blocks
 from lightning_unified.nn.stand_in import FORWARD, StandIn
 
 __all__ = ["AskedCompile", "Compilation", "CompileCost", "compile_pays", "compiled_as", "compiled_only_in_training"]

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.records import record_measures
-from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.nn.module_tree.blocks import find_blocks
 from lightning_unified.nn.recomputing import Recomputing
 
 WORDS = {"vocab_size": 97, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}

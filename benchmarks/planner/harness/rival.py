@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.planner.harness.cells import Cell
 from benchmarks.planner.harness.ours import uninitialised
-from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.nn.module_tree.blocks import find_blocks
 from lightning_unified.step.split.rules import rules_of
 
 __all__ = ["WORKSPACE", "tracked"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_unified.nn.attention.function import TORCHS, attention_or_none
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 
 __all__ = ["ChunkedAttention", "attends_by_itself"]
 

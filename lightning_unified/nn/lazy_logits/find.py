@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import compiled_parts, is_compiled
-from lightning_unified.nn.modules import named_modules_of
+from lightning_unified.nn.module_tree.blocks import find_blocks
+from lightning_unified.nn.module_tree.walks import named_modules_of
 from lightning_unified.nn.stand_in import FORWARD, StandIn, warn_once
 
 __all__ = ["PLAIN", "TiedHead", "obstacles", "output_heads", "tied_heads"]

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.compiled import COMPILED_CALL, ORIGINAL, parts_with_graphs
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.options import compiled_only_in_training
 from lightning_unified.planner.fake.compiled.call import CompiledCall
 from lightning_unified.planner.fake.recorder import Recorder

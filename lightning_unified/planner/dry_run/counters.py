@@ -10,7 +10,7 @@ import lightning as L
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from lightning_unified.nn.modules import modules_of, tensors_of
+from lightning_unified.nn.module_tree.walks import modules_of, tensors_of
 from lightning_unified.planner.fake.known_values import Answers, set_value
 
 __all__ = ["Counters"]

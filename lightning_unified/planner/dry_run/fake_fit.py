@@ -17,7 +17,7 @@ from lightning_unified.errors import DryRunError
 from lightning_unified.nn.attention import ChunkedAttention
 from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.cross_entropy.row_parts import repeated_once
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.options.loss_chunk import chunk_of

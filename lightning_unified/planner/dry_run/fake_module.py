@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.planner.dry_run.spec import StepSpec
 from lightning_unified.planner.fake.fake_copy import fake_copy
 from lightning_unified.step.sharding.unsharded import seen_unsharded

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Event
-from lightning_unified.nn.modules import tensors_of
+from lightning_unified.nn.module_tree.walks import tensors_of
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.histories import fill_histories
 from lightning_unified.planner.dry_run.strategy import DryRunStrategy

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.nn.modules import tensors_of
+from lightning_unified.nn.module_tree.walks import tensors_of
 from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_unified.cost_model.backends.patching import replaced
-from lightning_unified.nn.modules import named_modules_of
+from lightning_unified.nn.module_tree.walks import named_modules_of
 
 __all__ = ["Places"]
 

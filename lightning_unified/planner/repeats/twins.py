@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from lightning_unified.nn.autograd_limits import has_hooks
-from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.compiled import is_compiled
+from lightning_unified.nn.module_tree.blocks import find_blocks
 from lightning_unified.planner.fake.storages import Storage
 from lightning_unified.planner.fake.value_shapes import READS
 from lightning_unified.planner.repeats.expansion import Births, Raw, Segment, UnlikeError, normal, segments_of

@@ -14,8 +14,8 @@ from lightning_unified.cost_model.memory.lower_bound import is_within, least_byt
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.cost import least_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
-from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.modules import named_modules_of
+from lightning_unified.nn.module_tree.blocks import find_blocks
+from lightning_unified.nn.module_tree.walks import named_modules_of
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.search.combinations import Combination
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.errors import SplitError
-from lightning_unified.nn.modules import named_modules_of
+from lightning_unified.nn.module_tree.walks import named_modules_of
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 

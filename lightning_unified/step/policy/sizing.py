@@ -7,7 +7,7 @@ import lightning as L
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.errors import SplitError
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.options import ActivationCheckpointing, MemoryOptions
 from lightning_unified.step.policy.split_approval import SplitApproval
 from lightning_unified.step.recovery.budget_watch import BudgetWatch

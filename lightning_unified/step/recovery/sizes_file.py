@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_unified.hardware import parse_spec
-from lightning_unified.nn.modules import tensors_of
+from lightning_unified.nn.module_tree.walks import tensors_of
 
 if TYPE_CHECKING:
     from lightning_unified.step.recovery.budget_watch import BudgetWatch

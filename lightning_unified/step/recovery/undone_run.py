@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
 
 from lightning_unified.nn.cuda_graphs import eager_calls
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.snapshot import StepSnapshot

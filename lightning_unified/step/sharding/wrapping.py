@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.nn.module_tree.blocks import find_blocks
 from lightning_unified.step.sharding.iteration import groups_of
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_unified.nn.modules import modules_of
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, MappingCell, NamesCell, Path, cells_of
 from lightning_unified.step.undo.kinds import Kind, is_ours, is_skipped
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.nn.module_tree.blocks import find_blocks
 
 
 class Block(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_unified.nn.modules import modules_of, named_modules_of, tensors_of
+from lightning_unified.nn.module_tree.walks import modules_of, named_modules_of, tensors_of
 
 
 class Hides(nn.Module):

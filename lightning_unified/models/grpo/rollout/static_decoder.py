@@ -212,12 +212,10 @@ class StaticDecoder:
             except Exception as error:  # a compiler may raise any exception
                 if not (self._kernels or self._compiled):
                     raise
-                what = (
-                    "blocks compile without this package's kernels"
-                    if self._kernels
-                    else "steps are recorded as they are"
+                way = "compiled without this package's kernels" if self._kernels else "recorded as they are"
+                log.warning(
+                    "Blocks of %s do not compile (%s): from now on they are %s.", type(self._lm).__name__, error, way
                 )
-                log.warning("Blocks of %s do not compile (%s): %s.", type(self._lm).__name__, error, what)
                 self._compiled, self._kernels = self._compiled and self._kernels, False
 
     @contextmanager

@@ -95,8 +95,7 @@ def without_varying(tables: Tables, troubles: Sequence[str], written: Written, a
 
     Args:
         tables: The tables that record them. Of parts of a container or an object, the last micro-batch's stay; anything that is not a value
-            stays as micro-batches leave it, such as the handle of a hook or a
-            layer.
+            stays as micro-batches leave it, such as the handle of a hook or a layer.
         troubles: Paths of written state that no rule merges.
         written: The writes of a run.
         again: Those of an equal run.

@@ -66,6 +66,34 @@ def test_a_product_that_needs_a_later_value_stays_alone() -> None:
     assert found[0][torch.ops.lightning_unified.products_of_few_rows.default] == 2
 
 
+def written(x: Tensor) -> None:
+    x.add_(1)
+
+
+def assigned(x: Tensor) -> None:
+    x[0] = 1
+
+
+def added(x: Tensor) -> None:
+    x += 1
+
+
+@pytest.mark.parametrize("change", [written, assigned, added])
+def test_products_of_an_input_that_changes_between_them_stay_apart(change) -> None:
+    torch._dynamo.reset()
+    weights, found = [nn.Linear(4, 4).weight for _ in range(2)], []
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        [first] = products(x, [weights[0]], [None])
+        change(x)
+        [second] = products(x, [weights[1]], [None])
+        return first, second
+
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(both, backend=counted(found))(x.clone()), both(x.clone()))
+
+
 @pytest.mark.parametrize("rows", [3, 65])
 def test_layers_are_replaced_for_few_rows_and_put_back(rows: int) -> None:
     model = language_model(adapters=True, dtype=torch.bfloat16)

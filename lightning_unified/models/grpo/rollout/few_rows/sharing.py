@@ -4,7 +4,7 @@ They are the products for queries, keys and values, for both halves of a gated l
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,15 @@ from torch import fx
 
 __all__ = ["join_calls", "joining"]
 
+_IN_PLACE = {
+    operator.setitem,
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ior,
+    operator.iand,
+}
 _MOST = 6  # judgement: tensors that one launch computes; each is a branch of the kernel
 
 
@@ -31,7 +40,8 @@ def joining(backend: Callable[..., Any]) -> Callable[..., Any]:
 def join_calls(graph: fx.Graph) -> None:
     """Replace calls of `products` with the same input by one, and calls of `add_adapters`.
 
-    The joined call stands at the place of the first. Calls that need other calls' results, which come later, stay.
+    The joined call stands at the place of the first. Calls stay that need results which come later, or follow an operation in place, which
+    may have changed what they read.
     """
     operators = torch.ops.lightning_unified
     for target in (operators.products_of_few_rows.default, operators.add_adapters.default):
@@ -67,11 +77,32 @@ def _can_be_at(call: fx.Node, first: fx.Node) -> bool:
     Casts of the graph's inputs move there.
     """
     late = [one for one in call.all_input_nodes if not one < first]
-    if any(source.op != "placeholder" for one in late for source in one.all_input_nodes):
+    if not all(_is_cast_of_input(one) for one in late) or any(map(_writes, _between(first, call))):
         return False
     for one in late:
         first.prepend(one)
     return True
+
+
+def _is_cast_of_input(node: fx.Node) -> bool:
+    is_cast = node.op == "call_method" and node.target == "to"
+    return is_cast and all(source.op == "placeholder" for source in node.all_input_nodes)
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a node writes a tensor in place, as far as its name or its schema tells."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return node.op.startswith("call") and (is_in_place or node.target in _IN_PLACE or "out" in node.kwargs)
 
 
 def _join(graph: fx.Graph, calls: list[fx.Node]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_unified.nn.modules import named_modules_of
+from lightning_unified.nn.module_tree.walks import named_modules_of
 
 __all__ = ["Blocks", "find_blocks"]
 

@@ -1,0 +1,1 @@
+"""What a module consists of: its repeated blocks, its submodules and tensors."""
