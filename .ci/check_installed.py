@@ -21,11 +21,11 @@ from hydra import compose, initialize_config_module  # noqa: E402
 with initialize_config_module("lightning_unified.conf", version_base="1.3"):
     for overrides in ([], ["memory=small", "hardware=mps"], ["experiment=diagnostics"]):
         compose("train", overrides=overrides)
-NEEDS = {"lightning_unified.nn.cross_entropy.triton_kernels": "triton"}  # which comes with torch's CUDA builds only
+NEEDS = {"triton_kernels": ("triton",)}  # which comes with torch's CUDA builds only
 names = [
     module.name
     for module in pkgutil.walk_packages(lightning_unified.__path__, "lightning_unified.")
-    if "__main__" not in module.name and (module.name not in NEEDS or find_spec(NEEDS[module.name]))
+    if "__main__" not in module.name and all(map(find_spec, NEEDS.get(module.name.rpartition(".")[2], ())))
 ]
 for name in names:
     importlib.import_module(name)
