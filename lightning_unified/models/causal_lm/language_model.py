@@ -12,7 +12,16 @@ from lightning_unified.nn.compiled import COMPILED_CALL
 from lightning_unified.nn.lazy_logits import LinearLogits, UnknownLogitsError, recorded_logits
 from lightning_unified.nn.token_log_probs import token_log_probs_and_entropy
 
-__all__ = ["causal_lm", "check_head", "evaluating", "forward_last", "head_of", "linear_logits", "score"]
+__all__ = [
+    "cache_argument",
+    "causal_lm",
+    "check_head",
+    "evaluating",
+    "forward_last",
+    "head_of",
+    "linear_logits",
+    "score",
+]
 
 _CHECKED = (2, 8)  # rows and tokens of the batch whose logits are compared
 
@@ -150,12 +159,19 @@ def score(
     return log_probs.view(chosen.shape), entropy.view(chosen.shape)
 
 
-def forward_last(lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
+def forward_last(lm: Any, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
     """Return the logits (N, V) after the last token and the model's cache."""
     if "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
         inputs["logits_to_keep"] = 1
-    output = lm(**inputs, use_cache=True, return_dict=True)
-    return output.logits[:, -1], output.past_key_values
+    name = cache_argument(lm)
+    output = lm(**inputs, **{name: cache}, use_cache=True, return_dict=True)
+    return output.logits[:, -1], output[name]
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name of a transformers module's argument, and of its result, that hold keys and values."""
+    takes = inspect.signature(type(module).forward).parameters
+    return "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
 
 
 @contextmanager

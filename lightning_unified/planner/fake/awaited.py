@@ -1,12 +1,14 @@
-"""Loops that wait for a value: tell the places whose read must give True for a step to end."""
+"""Places whose read must give True for a step to end: loops that wait for a value, and checks that raise."""
 
+import dis
 import sys
 from collections.abc import Callable
+from functools import cache
 from traceback import walk_tb
 from types import CodeType
 from typing import TypeAlias
 
-__all__ = ["AWAITED", "AwaitedError", "Awaits", "Place", "reading_place"]
+__all__ = ["AWAITED", "AwaitedError", "Awaits", "Place", "operation_after", "reading_places"]
 
 AWAITED = "True, for which a loop waits"
 """The answer of a read that ends a loop; it hides how much the loop's last iterations keep."""
@@ -20,6 +22,8 @@ _BETWEEN = (
     "torch.utils._",
     "torch.overrides",
 )  # modules between a read and its answer
+_DEPTH = 3  # judgement: a check such as `is_valid(x)` is a function or two
+_FILLERS = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "TO_BOOL", "UNARY_NOT"))  # between a call and what takes its result
 _PATIENCE = 128  # judgement: reads of one place; more cost seconds, and an optimizer may read a value of each parameter
 _SOON = 8  # judgement: reads of another place of a loop that is known to wait
 
@@ -81,9 +85,31 @@ class Awaits:
         return bool(wrong)
 
 
-def reading_place() -> Place | None:
-    """Return the code that reads a value now, and the place in it."""
+def reading_places() -> tuple[Place, ...]:
+    """Return the code that reads a value now and the place in it, then the same of its callers, a few at most."""
     frame = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
+    found: list[Place] = []
+    while frame is not None and len(found) < _DEPTH:
+        found.append((frame.f_code, _call_at(frame.f_code, frame.f_lasti)))
+        frame = frame.f_back
+    return tuple(found)
+
+
+@cache
+def _call_at(code: CodeType, at: int) -> int:
+    """Return where the call begins that runs at `at`.
+
+    A call is two operations in Python 3.11, and once the interpreter has specialized it, the first of them runs all of it.
+    """
+    operations = list(dis.get_instructions(code))
+    number = sum(one.offset <= at for one in operations) - 1
+    return operations[number + (operations[number].opname == "PRECALL")].offset
+
+
+def operation_after(place: Place) -> str:
+    """Return the name of the operation that takes what a call at `place` returns, such as `RETURN_VALUE`."""
+    code, at = place
+    following = (one.opname for one in dis.get_instructions(code) if one.offset > at)
+    return next((name for name in following if name not in _FILLERS), "")

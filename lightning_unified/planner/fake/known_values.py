@@ -7,6 +7,7 @@ and counters, therefore carry a real tensor beside them. Each operation on such 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Read
-from lightning_unified.planner.fake.awaited import AWAITED, Awaits, Place, reading_place
+from lightning_unified.planner.fake.awaited import AWAITED, Awaits, Place, operation_after, reading_places
 from lightning_unified.planner.fake.value_shapes import READS, is_mask, made_up_answer, shaped_by_known
 
 __all__ = ["WITHOUT_TENSORS", "Answers", "are_wrapped", "set_value", "tensors_among", "value_of"]
@@ -32,7 +33,8 @@ _DEVICE = torch.ops.prim.device.default
 WITHOUT_TENSORS = (aten.promote_types.default,)
 """Operations whose result follows from their arguments, none of which is a tensor."""
 
-_VALIDATED: set[Place] = set()  # places that raise where a value is False, such as `if not valid.all()`
+_VALIDATED: set[tuple[Place, ...]] = set()
+"""Places that raise where a value is False, such as `if not valid.all()`, each with its callers up to the one that raises."""
 
 _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -101,7 +103,7 @@ class Answers(TorchDispatchMode):
         self.silent = False
         self._place = place
         self._count = 0
-        self._denied: Place | None = None
+        self._denied: tuple[Place, ...] = ()
         self._awaits = Awaits(live)
         self._lost: dict[int, torch.UntypedStorage] = {}
 
@@ -208,10 +210,10 @@ class Answers(TorchDispatchMode):
             return args[0].new_empty((length,))  # with a given number of bins, no value lies beyond them
         answer, words, shapes = made_up_answer(func, args, kwargs, other=self._other)
         if answer is False:
-            self._denied = reading_place()
-            answer = self._denied in _VALIDATED
+            self._denied = reading_places()
+            answer = any(self._denied[: depth + 1] in _VALIDATED for depth in range(len(self._denied)))
             words = str(answer)
-            if not answer and self._awaits.answer(self._denied):
+            if not answer and self._awaits.answer(self._denied[0] if self._denied else None):
                 answer, words, shapes = True, AWAITED, True  # what the loop keeps from then on is unknown
         self.note(str(func), words, shapes=shapes)
         return answer
@@ -219,22 +221,35 @@ class Answers(TorchDispatchMode):
     def learn_from(self, error: Exception) -> bool:
         """Return whether other answers may avoid `error`; they are given from then on.
 
-        The code that last read False raised it, a loop waits for True, or code that read True as such a loop raised it.
+        The code that last read False raised it, or a caller that branches on its result; a loop waits for True; or code that
+        read True as such a loop raised it.
         """
         if self._awaits.learn_from(error):
             return True
-        denied = self._denied
-        if denied is None or denied in _VALIDATED:
+        if not self._denied:
             return False
-        is_cause = any(frame.f_code is denied[0] for frame, _ in walk_tb(error.__traceback__))
-        if is_cause:
-            _VALIDATED.add(denied)
-        return is_cause
+        raising = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+        cause = self._denied[:1] if self._denied[0][0] in raising else _up_to_caller(self._denied, raising[-1])
+        if not cause or cause in _VALIDATED:
+            return False
+        _VALIDATED.add(cause)
+        return True
 
     def note(self, op: str, answer: str, *, shapes: bool) -> None:
         """Note a read that was answered with a made-up value."""
         if not self.silent:
             self.reads.append(Read(op=op, place=self._place(), answer=answer, shapes=shapes))
+
+
+def _up_to_caller(read: tuple[Place, ...], raising: CodeType) -> tuple[Place, ...]:
+    """Return a read's places up to the caller that raises by its result, as in `if not is_valid(x): raise`; none without one."""
+    for depth, place in enumerate(read[1:], 2):
+        taken_by = operation_after(place)
+        if place[0] is raising and taken_by.startswith("POP_JUMP"):
+            return read[:depth]
+        if taken_by != "RETURN_VALUE":
+            break
+    return ()
 
 
 def _is_small(result: Any) -> bool:

@@ -76,6 +76,22 @@ def checked_twice(x, _):
     return x
 
 
+def is_finite(x):
+    return bool(torch.isfinite(x).all())
+
+
+def are_finite(*given):
+    return is_finite(torch.cat(given))
+
+
+def checked_by_functions(x, _):
+    if not is_finite(x):
+        raise ValueError("not finite")
+    if not are_finite(x, x.exp()):
+        raise ValueError("not finite either")
+    return x
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """The sizes that dry runs traced, each from the beginning."""
@@ -87,7 +103,7 @@ def runs(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("read", [of_a_distribution, checked_twice])
+@pytest.mark.parametrize("read", [of_a_distribution, checked_twice, checked_by_functions])
 def test_a_step_that_checks_its_values_passes_the_checks(read, runs):
     class Module(Reader):
         def read(self, x, y):

@@ -65,7 +65,7 @@ class Answerer:
     def _next(self, given: list[int], sampling: Sampling) -> int:
         ids = torch.tensor([given], device=self._device)
         with evaluating(self._lm):
-            logits, self._cache = forward_last(self._lm, input_ids=ids, past_key_values=self._cache)
+            logits, self._cache = forward_last(self._lm, input_ids=ids, cache=self._cache)
         self._read += given
         return int(draw(logits.float(), sampling=sampling, generator=self._generator))
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_unified.models.causal_lm.language_model import cache_argument
 from lightning_unified.models.grpo.rollout.few_rows.sharing import joining
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache
 
@@ -61,9 +62,11 @@ def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _with_own_layer(run: Any, block: nn.Module, layer: LayerCache) -> Any:
+    name = cache_argument(block)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" not in kwargs:
-            raise RuntimeError(f"{type(block).__name__} is given no past_key_values.")
-        return run(block, args, {**kwargs, "past_key_values": layer})
+        if name not in kwargs:
+            raise RuntimeError(f"{type(block).__name__} is given no {name}.")
+        return run(block, args, {**kwargs, name: layer})
 
     return forward

@@ -39,7 +39,7 @@ class GrowingDecoder:
             input_ids=tokens[:, None],
             attention_mask=self._mask,
             position_ids=positions,
-            past_key_values=self._cache,
+            cache=self._cache,
         )
         return logits
 

@@ -180,7 +180,7 @@ class StaticDecoder:
             self._lm,
             input_ids=self._ids[: self.rows],
             attention_mask=mask,
-            past_key_values=Cache(layers=layers or self._layers()),  # pyright: ignore[reportArgumentType]
+            cache=Cache(layers=layers or self._layers()),  # pyright: ignore[reportArgumentType]
             **positions,
         )
         self._logits[: self.rows].copy_(logits)

@@ -36,7 +36,7 @@ class Odd(nn.Module):
         if self.how == "mask":
             return y[y > 0]
         if self.how == "assigned mask":
-            y[y > 0] = 1.0
+            y[y > 0] = y.new_ones(1)
             return y
         if self.how == "checkpoint":
             return checkpoint(torch.sin, y, use_reentrant=False)
