@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_unified import _registration
 
 if TYPE_CHECKING:
+    from lightning_unified._pytorch_lightning import replace_pytorch_lightning
     from lightning_unified.callbacks import (
         CudaGraphs,
         GracefulInterrupt,
@@ -49,6 +50,7 @@ __all__ = [
     "plan",
     "predict",
     "read",
+    "replace_pytorch_lightning",
     "tabled_rates",
 ]
 
@@ -73,6 +75,7 @@ _HOMES = {
     "plan": "planner.predict",
     "predict": "planner.predict",
     "read": "hardware",
+    "replace_pytorch_lightning": "_pytorch_lightning",
     "tabled_rates": "cost_model.rates",
 }
 

@@ -8,7 +8,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,8 @@ __all__ = ["register"]
 
 _REGISTRY_HOME = "lightning.pytorch.strategies"
 _FABRICS_HOME = "lightning.fabric.strategies"  # Lightning's strategies import these, so they are loaded before
+_OTHER_HOME = "pytorch_lightning.strategies"  # of the package that holds Lightning's code under its other name
+_NAMES = ("unified", "unified_ddp", "unified_fsdp")
 
 
 def register() -> None:
@@ -24,10 +27,11 @@ def register() -> None:
     Lightning has no entry point for strategies (2.6.6, fabric/utilities/registry.py: only callbacks have one). Importing Lightning
     here would cost some seconds in programs that only read this package's configuration.
     """
-    if _REGISTRY_HOME in sys.modules:
-        _add_names(sys.modules[_REGISTRY_HOME])
-    elif not any(isinstance(finder, _AfterLightning) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterLightning())
+    for home, add_names in ((_REGISTRY_HOME, _add_names), (_OTHER_HOME, _add_refusals)):
+        if home in sys.modules:
+            add_names(sys.modules[home])
+        elif not any(isinstance(finder, _AfterLightning) and finder.home == home for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterLightning(home, add_names))
 
 
 def _add_names(strategies: ModuleType) -> None:
@@ -57,10 +61,27 @@ def _add_names(strategies: ModuleType) -> None:
 
     fabric = getattr(sys.modules.get(_FABRICS_HOME), "STRATEGY_REGISTRY", None)
     if fabric is not None and "unified" not in fabric:
-        for name in ("unified", "unified_ddp", "unified_fsdp"):
+        for name in _NAMES:
             fabric.register(
                 name, _not_for_fabric, description="For lightning.Trainer only; raises an error in Fabric.", asked=name
             )
+
+
+def _add_refusals(strategies: ModuleType) -> None:
+    """Register the names with `pytorch_lightning`, whose Trainer calls them unknown otherwise."""
+    registry = getattr(strategies, "StrategyRegistry", None)
+    if registry is not None and "unified" not in registry:
+        for name in _NAMES:
+            refuse = partial(_not_for_pytorch_lightning, name)
+            registry.register(name, refuse, description="For lightning.Trainer only; raises an error here.")
+
+
+def _not_for_pytorch_lightning(asked: str, **_options: Any) -> Any:
+    raise importlib.import_module("lightning_unified.errors").ConfigurationError(
+        f'pytorch_lightning.Trainer(strategy="{asked}"): this strategy is for lightning.Trainer; pytorch_lightning holds the same code as other '
+        "classes. In your own code, write `import lightning.pytorch as pl`. If a library imports pytorch_lightning, call "
+        "lightning_unified.replace_pytorch_lightning() before you import that library."
+    )
 
 
 def _not_for_fabric(*, asked: str, **_options: Any) -> Any:
@@ -88,30 +109,33 @@ class _AfterLightning(importlib.abc.MetaPathFinder):
     It finds Lightning's strategies as Python would, and removes itself afterwards.
     """
 
+    def __init__(self, home: str, add_names: Callable[[ModuleType], None]) -> None:
+        self.home, self._add_names = home, add_names
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _REGISTRY_HOME:
+        if fullname != self.home:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            spec.loader = _ThenRegister(spec.loader, self._add_names)
         return spec
 
 
 class _ThenRegister(importlib.abc.Loader):
     """A loader that delegates to the real one, then registers our strategies."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, add_names: Callable[[ModuleType], None]) -> None:
+        self._loader, self._add_names = loader, add_names
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _add_names(module)
+        self._add_names(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # resources and source come from the real loader
