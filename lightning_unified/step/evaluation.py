@@ -106,6 +106,7 @@ class EvaluationSteps:
                 self._policy.notices.say_few_compared(check.compared, phase=phase)
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             self._policy.notices.say_varying(check.tables.varying, phase=phase)
+            self._policy.notices.say_drawn_state(check.tables.written.drawn, phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
             if check.leaves_gradients:

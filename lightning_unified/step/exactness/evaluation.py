@@ -35,7 +35,12 @@ from lightning_unified.step.exactness.losses import LossRule, candidates, declar
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.evaluation_runs import EvaluationRuns, EvaluationTrial
 from lightning_unified.step.exactness.trials.evaluation_sizes import EvaluationSizes
-from lightning_unified.step.exactness.trials.learning import learn_results, without_varying
+from lightning_unified.step.exactness.trials.learning import (
+    equal_unless_drawn,
+    learn_results,
+    note_drawn,
+    without_varying,
+)
 from lightning_unified.step.exactness.trials.refusals import EVALUATION_HOOKS, refusal_of_predictions, refusal_of_state
 from lightning_unified.step.recovery.measured_room import MeasuredRoom
 from lightning_unified.step.results.merging import MicroBatchWeights, merged
@@ -250,6 +255,8 @@ class EvaluationCheck:
         troubles = learn_results(self.tables, trial.whole, trial.runs, weights, tolerance=tolerance)
         if self._group.anywhere(bool(troubles)):
             troubles = without_varying(self.tables, troubles, trial.whole.written, trial.repeated().written)
+        if self._group.anywhere(trial.is_drawn and bool(equal_unless_drawn(self.tables))):
+            note_drawn(self.tables, trial.whole.written, trial.redrawn().written)
         if troubles:
             raise SplitError(
                 refusal_of_state(type(self._module).__name__, troubles, hooks=EVALUATION_HOOKS[self._phase])

@@ -24,6 +24,7 @@ class Tables:
         joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
         sized: The paths of dicts to which micro-batches add entries under their own number of rows.
         varying: The paths of state that equal runs write differently, such as times.
+        redrawn: The paths of state that have been compared with that of a run with other random draws.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -34,6 +35,7 @@ class Tables:
     joins: dict[str, bool] = field(default_factory=dict)
     sized: set[str] = field(default_factory=set)
     varying: set[str] = field(default_factory=set)
+    redrawn: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -68,6 +70,7 @@ class Tables:
             "joins": dict(self.joins),
             "sized": sorted(self.sized),
             "varying": sorted(self.varying),
+            "redrawn": sorted(self.redrawn),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,7 +78,7 @@ class Tables:
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
         self.joins, self.sized = dict(state["joins"]), set(state.get("sized", ()))
-        self.varying = set(state.get("varying", ()))
+        self.varying, self.redrawn = set(state.get("varying", ())), set(state.get("redrawn", ()))
 
 
 def owner_of(path: str) -> str:

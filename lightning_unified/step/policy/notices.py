@@ -113,6 +113,14 @@ class Notices:
                 log.info,
             )
 
+    def say_drawn_state(self, paths: Iterable[str], *, phase: str) -> None:
+        """Note once which state random draws decide."""
+        for path in sorted(paths):
+            self.say(
+                f"{phase}_step writes {path}, which random draws decide: where a batch is split, it is what the last micro-batch has drawn.",
+                log.info,
+            )
+
     def say_copied(self, count: int) -> None:
         """Warn once of `count` bytes of gradients that are copied in every step."""
         if count >= _MUCH:

@@ -227,11 +227,13 @@ class MergeTable:
 
     Attributes:
         unmergeable: Paths whose values fit no rule.
+        drawn: Paths whose values random draws alone decide: equal for the same draws, of any rows. Micro-batches make draws of their own.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     allowed: Callable[[str], bool] = _every
     unmergeable: set[str] = field(default_factory=set)
+    drawn: set[str] = field(default_factory=set)
     _fits: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def learn(
@@ -248,12 +250,13 @@ class MergeTable:
     def state_dict(self) -> dict[str, Any]:
         """Return the inferred rules, for a checkpoint."""
         fits = {path: sorted(rules) for path, rules in self._fits.items()}
-        return {"fits": fits, "unmergeable": sorted(self.unmergeable)}
+        return {"fits": fits, "unmergeable": sorted(self.unmergeable), "drawn": sorted(self.drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the inferred rules by those of another table."""
         self._fits = {path: frozenset(rules) for path, rules in state["fits"].items() if path not in self.given}
         self.unmergeable = set(state["unmergeable"]) - set(self.given)
+        self.drawn = set(state.get("drawn", ()))
 
     def note(self, path: str, *rules: str) -> None:
         """Set the only rules for `path`, which are not inferred from values."""
@@ -295,7 +298,7 @@ class MergeTable:
         if path in self.given or path not in self._fits:
             return path in self.given
         rules = [rule for rule in _ORDER if rule in self._fits[path]]
-        if len(rules) < 2 or set(rules) <= {"mean", "mean of rows"}:
+        if self._is_drawn(path) or len(rules) < 2 or set(rules) <= {"mean", "mean of rows"}:
             return True
         if "equal" in rules:
             if not all(same(value, values[0]) for value in values[1:]):
@@ -313,8 +316,14 @@ class MergeTable:
         """Return the rule for `path`; None where none fits or no check has seen it."""
         if path in self.given:
             return self.given[path]
+        if self._is_drawn(path):
+            return LAST
         fits = self._fits.get(path, frozenset())
         return next((rule for rule in _ORDER if rule in fits), None)
+
+    def _is_drawn(self, path: str) -> bool:
+        """Return whether each micro-batch's value is as good as the whole batch's: another draw."""
+        return path in self.drawn and "equal" in self.all_rules(path)
 
     def all_rules(self, path: str) -> frozenset[str]:
         """Return every inferred rule that is left for `path`."""

@@ -8,6 +8,7 @@ import lightning as L
 
 from lightning_unified.errors import RankError, SplitError, UndoError
 from lightning_unified.hardware.out_of_memory import is_out_of_memory
+from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
 from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.rows import starts_of, window
@@ -26,7 +27,9 @@ class EvaluationTrial:
     Args:
         batch: The whole rows.
         whole: Their results.
+        is_drawn: Whether the step draws random numbers.
         repeated: Runs them once more, with the same random draws.
+        redrawn: Runs them once more, with other random draws.
         sizes: The rows of each micro-batch.
         batches: The micro-batches.
         runs: The results of each micro-batch.
@@ -34,7 +37,9 @@ class EvaluationTrial:
 
     batch: Any
     whole: Results
+    is_drawn: bool
     repeated: Callable[[], Results]
+    redrawn: Callable[[], Results]
     sizes: Sequence[int]
     batches: Sequence[Any]
     runs: Sequence[Results]
@@ -94,6 +99,9 @@ class EvaluationRuns:
         def repeated() -> Results:
             return self._whole(step, own, rows=size, of=rows)[0]
 
+        def redrawn() -> Results:
+            return self._run_rows(step, own, ConstantDraws(), rows=size, of=rows)
+
         for sizes in splits:
             places = list(zip(starts_of(sizes), sizes, strict=True))
             batches = [self._split(batch, start + first, start + first + one, rows=rows) for first, one in places]
@@ -102,7 +110,16 @@ class EvaluationRuns:
                 replay = ReplayDraws(recorded.draws, rows=size, start=first, stop=first + one, order="interleaved")
                 runs.append(self._run_rows(step, micro_batch, replay, rows=one, of=size))
             self.has_drawn |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
-            yield EvaluationTrial(batch=own, whole=whole, repeated=repeated, sizes=sizes, batches=batches, runs=runs)
+            yield EvaluationTrial(
+                batch=own,
+                whole=whole,
+                is_drawn=self.has_drawn,
+                repeated=repeated,
+                redrawn=redrawn,
+                sizes=sizes,
+                batches=batches,
+                runs=runs,
+            )
 
     def _whole(self, step: Callable[[Any], Any], batch: Any, *, rows: int, of: int) -> tuple[Results, RecordDraws]:
         """Run the step on `rows` of `of` rows; return the results and the draws.

@@ -16,7 +16,9 @@ from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
 from lightning_unified.step.exactness.trials.learning import (
     differing,
     entries_by_rows,
+    equal_unless_drawn,
     learn_results,
+    note_drawn,
     without_varying,
 )
 from lightning_unified.step.exactness.trials.proportion import is_proportional
@@ -168,6 +170,8 @@ class Judge:
             troubles = without_varying(self._tables, troubles, whole.written, again)
         if troubles:
             raise SplitError(refusal_of_state(self._whose, troubles) + since)
+        if self._runner.anywhere(comparison.is_drawn and bool(equal_unless_drawn(self._tables))):
+            note_drawn(self._tables, whole.written, runs.redrawn().written)
 
     def _rings_that_differ(self, comparison: Comparison) -> list[str]:
         """Run the rows near the end of each ring that the step writes; return what no rule merges there."""

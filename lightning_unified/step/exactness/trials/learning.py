@@ -20,7 +20,15 @@ from lightning_unified.step.results.state.written import learn_written
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo.changes import ABSENT
 
-__all__ = ["differing", "differing_logs", "entries_by_rows", "learn_results", "without_varying"]
+__all__ = [
+    "differing",
+    "differing_logs",
+    "entries_by_rows",
+    "equal_unless_drawn",
+    "learn_results",
+    "note_drawn",
+    "without_varying",
+]
 
 
 def learn_results(
@@ -117,6 +125,28 @@ def without_varying(tables: Tables, troubles: Sequence[str], written: Written, a
             table.note(part, LAST)
         table.unmergeable -= parts
     return left
+
+
+def equal_unless_drawn(tables: Tables) -> set[str]:
+    """Return the paths of state that is equal in all runs with the same draws, and not compared with other draws yet."""
+    table = tables.written
+    return {path for path in table.paths if "equal" in table.all_rules(path)} - tables.redrawn
+
+
+def note_drawn(tables: Tables, written: Written, others: Written) -> None:
+    """Record the state that random draws alone decide, such as noise for weights that a layer keeps.
+
+    Flags, counts and texts are left out: they may follow rows too, of which few change them.
+
+    Args:
+        tables: The tables that record it.
+        written: The writes of a run.
+        others: Those of a run of the same rows with other random draws.
+    """
+    asked = equal_unless_drawn(tables)
+    plain = {path for path, one in written.items() if isinstance(one.after, (bool, int, str))}
+    tables.written.drawn |= (asked & differing(written, others)) - plain
+    tables.redrawn |= asked
 
 
 _DIGITS = re.compile(r"\d+")

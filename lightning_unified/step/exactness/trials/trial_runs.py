@@ -27,6 +27,7 @@ from lightning_unified.step.results.state.writes import drawn_unequally, with_st
 __all__ = ["TrialRuns"]
 
 _SELDOM = 0.02  # judgement: below the probability of most augmentations
+_OTHER = 0.25  # other draws than those of comparisons without noise
 
 
 class TrialRuns:
@@ -103,6 +104,10 @@ class TrialRuns:
     def _constant_whole(self, share: float) -> Run:
         with equal_host_draws(self._runner.module):
             return self._whole(ConstantDraws(share))
+
+    def redrawn(self) -> Run:
+        """Run the whole rows with other random draws."""
+        return self._constant_whole(_OTHER)
 
     def rounding(self, lowest: torch.dtype) -> float:
         """Return the change of the gradient by one rounding step of the parameters, in tolerances.

@@ -182,7 +182,7 @@ def _is_step_of_two(before: Any, values: Sequence[Any]) -> bool:
     A controller steps up or down by a mean of the batch (`self.limit += 0.01 if share > 0.5 else -0.01`). The whole batch then writes the
     value that most micro-batches write, which is their largest or smallest only by chance.
     """
-    numbers = [float(one) for one in (before, *values) if _is_one_number(one)]
+    numbers = [_as_float(one) for one in (before, *values) if _is_one_number(one)]
     if len(numbers) < len(values) + 1 or len(values) < 3:
         return False
     low, high = min(numbers[1:]), max(numbers[1:])
@@ -194,11 +194,15 @@ def _steps_add_up_by_chance(table: MergeTable, path: str, before: Any, after: An
 
     Whole numbers are counts, whose sum stays.
     """
-    if float(after - before).is_integer():
+    if _as_float(after - before).is_integer():
         return False
     table.drop(_added(path), {"sum"})
     table.unmergeable.discard(_added(path))
     return True
+
+
+def _as_float(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _is_one_number(value: Any) -> bool:

@@ -182,7 +182,7 @@ class WrittenOverMicroBatches:
         self._take_backward()
         first, *others = self._writes or [{}]
         shared = [path for path in first if all(path in one for one in others) and self._table.all_rules(path)]
-        found = {path: [writes[path].after for writes in self._writes] for path in shared}
+        found = {path: [_without_graph(writes[path].after) for writes in self._writes] for path in shared}
         return {path: values for path, values in found.items() if all(map(_has_fraction, values))}
 
     @contextmanager
@@ -317,6 +317,10 @@ class WrittenOverMicroBatches:
             return queue_of(self._table, path, self._writes, weights.rows)
         values = [UNWRITTEN if one is None else one.after for one in changes]
         return merge_entry(self._table, path, known.before, values, weights)
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _has_fraction(value: Any) -> bool:
