@@ -107,6 +107,8 @@ class EvaluationSteps:
             self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             self._policy.notices.say_varying(check.tables.varying, phase=phase)
             self._policy.notices.say_drawn_state(check.tables.written.drawn, phase=phase)
+            if splitter.trims:
+                self._policy.notices.say_trimmed(phase=phase)
             if check.draws:
                 self._policy.notices.say_drawn(check.logged, phase=phase)
             if check.leaves_gradients:
@@ -197,7 +199,8 @@ class EvaluationSteps:
             self._checks[key] = EvaluationCheck(
                 self._trainer,
                 rules=self._policy.batches.of(STAGES[phase]),
-                split=partial(self._policy.batches.splitter(STAGES[phase]).split, loader=loader),
+                splitter=self._policy.batches.splitter(STAGES[phase]),
+                loader=loader,
                 phase=phase,
                 room=MeasuredRoom(self._policy.watch, self._module, self._trainer.strategy.root_device),
                 group=self._group,

@@ -260,9 +260,8 @@ class ExactnessCheck:
 
     def _is_due(self, own: Request) -> bool:
         number, verdict = self._batches, self._verdict
-        if verdict is None or self._profiles.news(own.facts):
-            return True
-        if number & (number - 1) == 0 and 4 * (self._checked_at or 0) <= 3 * number:
+        is_scheduled = number & (number - 1) == 0 and 4 * (self._checked_at or 0) <= 3 * number
+        if verdict is None or self._profiles.news(own.facts) or is_scheduled:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES
@@ -334,7 +333,9 @@ class ExactnessCheck:
     def _check(self, asked: Request) -> range:
         """Check a batch, and return the rows that ran; none if the check is undecided."""
         self._make_room()
-        found, rules = self._findings(asked)
+        found, rules = self._splitter.trimming_if_needed(
+            asked.batch, lambda: self._findings(asked), anywhere=self._group.anywhere
+        )
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._runner.require_known_batch_norm()

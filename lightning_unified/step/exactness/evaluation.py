@@ -46,6 +46,7 @@ from lightning_unified.step.recovery.measured_room import MeasuredRoom
 from lightning_unified.step.results.merging import MicroBatchWeights, merged
 from lightning_unified.step.results.sameness import same
 from lightning_unified.step.results.trees import all_values
+from lightning_unified.step.split import BatchSplitter
 
 __all__ = ["EvaluationCheck"]
 
@@ -60,7 +61,8 @@ class EvaluationCheck:
     Args:
         trainer: The Trainer that evaluates.
         rules: The rules that the module declares for its batches in this stage.
-        split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
+        splitter: Splits the batches of the stage.
+        loader: The index of their loader.
         phase: `"validation"`, `"test"` or `"predict"`. Micro-batches of predictions are weighted by rows only.
         room: Tells whether more rows fit.
         group: The processes that run each check.
@@ -77,13 +79,16 @@ class EvaluationCheck:
         trainer: L.Trainer,
         *,
         rules: MicroBatchRules,
-        split: Callable[..., Any],
+        splitter: BatchSplitter,
+        loader: int,
         phase: str,
         room: MeasuredRoom,
         group: CheckGroup,
     ) -> None:
         self._module, self._rules, self._phase = trainer.lightning_module, rules, phase
-        self._group, self._runs = group, EvaluationRuns(trainer, split, group=group)
+        self._trimming = partial(splitter.trimming_if_needed, anywhere=group.anywhere, loader=loader)
+        self._group = group
+        self._runs = EvaluationRuns(trainer, partial(splitter.split, loader=loader), group=group)
         self._sizes = EvaluationSizes(self._runs, room, group)
         self.tables = Tables.of(rules.merge)
         self._carried = CarriedRows(self.tables.written)
@@ -144,12 +149,12 @@ class EvaluationCheck:
         is_done = has_checked = False
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
             known, learn = self.tables.paths, partial(self._learn, asked, likely)
-            units = self._agreed(partial(self._sizes.few, step, asked, learn))
+            units = self._agreed(asked, partial(self._sizes.few, step, asked, learn))
             # what few rows do alike, such as `x[:16]`, all rows may do in another way
             is_new = self._group.anywhere(self._checks > 0 and not self.tables.paths <= known)
             if units and (asked.micro_batches or is_new):
                 of_all = replace(asked, micro_batches=asked.micro_batches or asked.sizes)
-                self._agreed(partial(self._sizes.more, step, of_all, learn, done=units))
+                self._agreed(asked, partial(self._sizes.more, step, of_all, learn, done=units))
                 self._all_rows_at = self._batches
             self._largest = max(self._largest, asked.rows)
             self._profiles.add(asked.facts)
@@ -157,15 +162,19 @@ class EvaluationCheck:
             is_done = is_done or asked is own
         return has_checked
 
-    def _agreed(self, compare: Callable[[], int]) -> int:
+    def _agreed(self, asked: Request, compare: Callable[[], int]) -> int:
         """Return the result of `compare`, unless it or that of another process is a refusal."""
-        units, refusal = 0, None
-        try:
-            units = compare()
-        except SplitError as error:
-            refusal = error
-        self._group.agreed("gradients are not compared" if refusal is None else refusal, ())
-        return units
+
+        def compared() -> int:
+            units, refusal = 0, None
+            try:
+                units = compare()
+            except SplitError as error:
+                refusal = error
+            self._group.agreed("gradients are not compared" if refusal is None else refusal, ())
+            return units
+
+        return self._trimming(asked.batch, compared)
 
     @property
     def compared(self) -> int:

@@ -161,6 +161,8 @@ class CheckedSplitter:
         self._policy.notices.say_sized(self.check.tables.sized)
         self._policy.notices.say_varying(self.check.tables.varying, phase="training")
         self._policy.notices.say_drawn_state(self.check.tables.written.drawn, phase="training")
+        if self.splitter.trims:
+            self._policy.notices.say_trimmed(phase="training")
         micro_batches = self.splitter.micro_batches(batch, rows)
         weighting = partial(self._weighting, batch, micro_batches, rows)
         used = weighting()

@@ -113,6 +113,13 @@ class Notices:
                 log.info,
             )
 
+    def say_trimmed(self, *, phase: str) -> None:
+        """Note once that micro-batches are trimmed."""
+        self.say(
+            f"micro-batches are trimmed to their longest rows, because {phase}_step goes by the lengths of its rows.",
+            log.info,
+        )
+
     def say_drawn_state(self, paths: Iterable[str], *, phase: str) -> None:
         """Note once which state random draws decide."""
         for path in sorted(paths):

@@ -1,10 +1,10 @@
 """Split the batches of one module and stage by declared rules, or by inferred roles."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 
@@ -12,6 +12,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.split.containers import PLAIN, entries_of, is_sequence, joined, tensors_in, with_entries
 from lightning_unified.step.split.kinds import kind_of
+from lightning_unified.step.split.padding import lengths_in, trimmed
 from lightning_unified.step.split.roles import Role, Roles
 from lightning_unified.step.split.rows import RowFinder
 from lightning_unified.step.split.rules import given_to, rules_of
@@ -19,6 +20,8 @@ from lightning_unified.step.split.samples import UNKNOWN, LoaderSamples, SubBatc
 from lightning_unified.step.split.sizes import BatchShape, bounds, elements_per_row
 
 __all__ = ["BatchSplitter", "planning_splitter", "splitter_of"]
+
+_T = TypeVar("_T")
 
 
 class BatchSplitter:
@@ -29,6 +32,9 @@ class BatchSplitter:
         rules: The rules of the module; `rows.split` and `rows.count` replace the inferred roles and number of rows.
         stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         roles: The roles by path that another splitter has found.
+
+    Attributes:
+        trims: Whether micro-batches are trimmed to their longest rows.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class BatchSplitter:
         self._module, self._name, self._stage = module, type(module).__name__, stage
         self._rules, self._known = rules, dict(roles or {})
         self._finders: dict[int, RowFinder] = {}
+        self.trims = False
 
     def shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
         """Return the size of `batch`; None if its rows are unknown, or the rule `count` fails.
@@ -97,6 +104,39 @@ class BatchSplitter:
         self._finder(loader).has_split = True
         return found
 
+    def trimming_if_needed(
+        self, batch: Any, compare: Callable[[], _T], *, anywhere: Callable[[bool], bool], loader: int = 0
+    ) -> _T:
+        """Return `compare()`; if the step fails on some rows of a padded batch, compare again with trimmed micro-batches.
+
+        A step that goes by the longest length that it gets needs them. From then on, all micro-batches are trimmed.
+
+        Args:
+            batch: The batch whose rows are compared.
+            compare: Compares rows, whole and split.
+            anywhere: Returns whether a flag is set in one of the processes that compare.
+            loader: The index of the batch's loader.
+
+        Raises:
+            SplitError: The first one, if it fails again.
+        """
+        try:
+            return compare()
+        except SplitError as refusal:
+            failed = refusal
+            if not anywhere(refusal.is_of_rows) or not anywhere(self._may_trim(batch, loader)):
+                raise
+        self.trims = True  # outside the block above, as the traceback holds tensors
+        try:
+            return compare()
+        except SplitError:
+            self.trims = False
+        raise failed
+
+    def _may_trim(self, batch: Any, loader: int) -> bool:
+        is_inferred = self._rules.rows.split is None
+        return not self.trims and is_inferred and bool(lengths_in(batch, self._finder(loader).roles))
+
     def roles(self, *, loader: int = 0) -> Roles:
         """Return a copy of the roles found so far, by path."""
         return dict(self._finder(loader).roles)
@@ -107,7 +147,9 @@ class BatchSplitter:
             return [own(batch, *span) for span in spans]
         self.require_rows(batch, rows, loader=loader)
         roles = self._finder(loader).roles
-        return [_rows_of(batch, "", *span, roles=roles) for span in spans]
+        parts = [_rows_of(batch, "", *span, roles=roles) for span in spans]
+        lengths = lengths_in(batch, roles) if self.trims else []
+        return [trimmed(part, lengths, *span, roles) for part, span in zip(parts, spans, strict=True)]
 
     def _measured(self, batch: Any, loader: int) -> BatchShape | None:
         rules = self._rules.rows

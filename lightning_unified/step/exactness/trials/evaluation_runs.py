@@ -152,7 +152,8 @@ class EvaluationRuns:
             name = f"{type(self._trainer.lightning_module).__name__}.{phase}_step"
             raise SplitError(
                 f"{failure_on_rows(name, f'{rows} of {of}', error)} Use a smaller batch; or give MicroBatchRules(unit=n) if n rows "
-                "belong together."
+                "belong together.",
+                is_of_rows=True,
             ) from error
 
     def _failure(self, step: Callable[[Any], Any], batch: Any) -> BaseException | None:

@@ -200,7 +200,8 @@ class TrialRuns:
         step = f"{type(self._runner.module).__name__}.training_step"
         return SplitError(
             f"{failure_on_rows(step, rows, error)} In MicroBatchRules: unit=n if n rows belong together, splittable=False to run "
-            f"batches whole, or check=False if it is sound on the micro-batches used.{unsplit(self._shared())}"
+            f"batches whole, or check=False if it is sound on the micro-batches used.{unsplit(self._shared())}",
+            is_of_rows=True,
         )
 
     def _shared(self) -> list[str]:
