@@ -25,7 +25,9 @@ __all__ = ["lengths_in", "trimmed"]
 
 
 def lengths_in(batch: Any, roles: Roles) -> list[list[int]]:
-    """Return the lengths of the rows by each field that tells them: its largest number is a dimension of a padded field.
+    """Return the lengths of the rows, by each field that tells them.
+
+    The largest number of such a field is a dimension of a padded field.
 
     Args:
         batch: The batch.

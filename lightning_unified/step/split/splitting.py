@@ -107,7 +107,7 @@ class BatchSplitter:
     def trimming_if_needed(
         self, batch: Any, compare: Callable[[], _T], *, anywhere: Callable[[bool], bool], loader: int = 0
     ) -> _T:
-        """Return `compare()`; if the step fails on some rows of a padded batch, compare again with trimmed micro-batches.
+        """Return `compare()`, with trimmed micro-batches if the step fails on rows of a padded batch.
 
         A step that goes by the longest length that it gets needs them. From then on, all micro-batches are trimmed.
 

@@ -128,7 +128,7 @@ def without_varying(tables: Tables, troubles: Sequence[str], written: Written, a
 
 
 def equal_unless_drawn(tables: Tables) -> set[str]:
-    """Return the paths of state that is equal in all runs with the same draws, and not compared with other draws yet."""
+    """Return the paths of state that is equal for equal draws, and that was not compared with other draws."""
     table = tables.written
     return {path for path in table.paths if "equal" in table.all_rules(path)} - tables.redrawn
 
