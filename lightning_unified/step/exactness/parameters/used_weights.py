@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_unified.step.undo import TRAINING_STEP
+from lightning_unified.step.undo.functions import names_in, reached_functions
+
 __all__ = ["NotedShards", "UsedWeights", "used_otherwise"]
 
 _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
@@ -18,7 +21,8 @@ _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pas
 class UsedWeights:
     """Notes the trained parameters inside the block, when they are first used.
 
-    Those of a layer are used when its first forward pass ends; those of the module itself, such as a temperature, in an operation.
+    Those of a layer are used when its first forward pass ends. Those of the module itself, such as a temperature, are used in an operation, and so are those
+    of a layer of which the step takes the weights or calls another method than `forward`.
 
     A whole batch's step writes them once, after its forward pass: weight clipping, a projection, an optimizer in a gradient hook that writes
     `.data`. A split batch would compute its later micro-batches with the written weights. Writes before a layer's forward pass, such as a
@@ -44,7 +48,7 @@ class UsedWeights:
         with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
             own = list(filter(_is_trained, self._module.parameters())) if self._is_whole else []
             self._norms_before = dict(zip(map(id, own), _norms(own), strict=True))
-            alone = _of_no_layer(self._module)
+            alone = _used_by_operations(self._module)
             self._others.watch(one for one in own if id(one) in alone)
         if self._others.watches:  # else operations run as they do outside, down to the places that warnings name
             self._modes.enter_context(self._others)
@@ -79,11 +83,24 @@ class UsedWeights:
         return None
 
     @property
+    def _used_alone(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that operations have used, but no call of their layers."""
+        known = {id(one) for own, _ in self._used.values() for one in own}
+        return [pair for pair in self._others.found if id(pair[0]) not in known]
+
+    @property
+    def first_norms(self) -> list[tuple[Tensor, float]]:
+        """The parameters that were written before their first use, each with its norm then."""
+        layers = [pair for own, norms in self._used.values() for pair in zip(own, norms, strict=True)]
+        pairs = [*layers, *((one, float(norm)) for one, norm in self._used_alone)]
+        known = [pair for pair in pairs if id(pair[0]) in self._norms_before]
+        return [(one, norm) for one, norm in known if _differ(one, self._norms_before[id(one)], norm)]
+
+    @property
     def written(self) -> Tensor | None:
         """A parameter that was written since, for longer than the step; None without one."""
         changed = [one for own, before in self._used.values() for one in _changed(own, before)]
-        known = {id(one) for own, _ in self._used.values() for one in own}
-        others = [pair for pair in self._others.found if id(pair[0]) not in known]
+        others = self._used_alone
         changed += _changed([one for one, _ in others], [float(norm) for _, norm in others])
         # no norm is -1: a parameter whose norm before the step is unknown has changed
         return next(_changed(changed, [self._norms_before.get(id(one), -1.0) for one in changed]), None)
@@ -127,7 +144,7 @@ class _FirstUses(TorchFunctionMode):
 def _reads(func: Any, result: Any) -> bool:
     """Return whether an operation is recorded by autograd and writes nothing in place."""
     name = getattr(func, "__name__", "_")
-    writes = (name.endswith("_") and not name.startswith("__")) or name in ("__get__", "__set__")
+    writes = (name.endswith("_") and not name.startswith("__")) or name == "__set__"  # "__get__" reads `weight.T`
     results = result if isinstance(result, (list, tuple)) else (result,)
     return not writes and any(isinstance(one, Tensor) and one.requires_grad for one in results)
 
@@ -177,9 +194,14 @@ def _changed(parameters: Sequence[Tensor], before: Sequence[float]) -> Iterator[
     """Yield the parameters whose norms are no longer those of `before`."""
     now = _norms([_rows(one) for one in parameters])
     for parameter, was, norm in zip(parameters, before, now, strict=True):
-        eps = torch.finfo(torch.float64 if parameter.dtype == torch.float64 else torch.float32).eps
-        if abs(norm - was) > _ROUNDING * eps * max(abs(was), abs(norm)):
+        if _differ(parameter, was, norm):
             yield parameter
+
+
+def _differ(parameter: Tensor, one: float, other: float) -> bool:
+    """Return whether two norms of a parameter differ by more than rounding."""
+    eps = torch.finfo(torch.float64 if parameter.dtype == torch.float64 else torch.float32).eps
+    return abs(other - one) > _ROUNDING * eps * max(abs(one), abs(other))
 
 
 def _rows(parameter: Tensor) -> Tensor:
@@ -187,13 +209,18 @@ def _rows(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _of_no_layer(module: nn.Module) -> set[int]:
-    """Return the ids of the parameters of the module itself and of parameter lists.
+def _used_by_operations(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters whose use no call of a layer may tell.
 
-    No call of a layer tells of their use.
+    They are those of the module itself, of parameter lists, and all with a name that the step's code has, as in `F.linear(x, self.head.weight)`.
     """
-    owners = [one for one in module.modules() if one is module or isinstance(one, (nn.ParameterList, nn.ParameterDict))]
-    return {id(parameter) for owner in owners for parameter in _own(owner)}
+    kinds, named = (nn.ParameterList, nn.ParameterDict), names_in(reached_functions(module, TRAINING_STEP))
+    return {
+        id(parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if name in named or owner is module or isinstance(owner, kinds)
+    }
 
 
 def _own(layer: nn.Module) -> list[Tensor]:

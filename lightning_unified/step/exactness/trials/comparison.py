@@ -112,6 +112,12 @@ class Comparison:
         return (self.whole, *self.split.runs)
 
     @property
+    def initialized(self) -> list[str]:
+        """The parameters that the step set before their first use, to other values for other rows."""
+        names = self.whole.first_norms
+        return [name for name in names if any(not _is_norm_of(run, name, names[name]) for run in self.split.runs)]
+
+    @property
     def tolerance(self) -> Tolerance:
         """The tolerance for the coarsest number format of the runs."""
         return Tolerance.of(self._formats)
@@ -158,3 +164,7 @@ class Comparison:
                 found = disagreement(self.whole.gradient, weighted, self.tolerance)
             self.known[rule.name] = found
         return self.known[rule.name]
+
+
+def _is_norm_of(run: Run, name: str, norm: float) -> bool:
+    return math.isclose(run.first_norms.get(name, norm), norm, rel_tol=1e-3)

@@ -86,6 +86,7 @@ class Judge:
                 not_replayed=not_replayed,
                 not_finite=comparison.split.not_finite,
                 is_skipped=comparison.whole.loss is None,
+                initialized=comparison.initialized,
             )
             raise SplitError(refusal + since, is_for_rules=True)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])

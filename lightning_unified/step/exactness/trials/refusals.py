@@ -48,6 +48,7 @@ def refusal_of_gradients(
     not_replayed: str,
     not_finite: Sequence[int] = (),
     is_skipped: bool = False,
+    initialized: Sequence[str] = (),
 ) -> str:
     """Return the error message for gradients that no loss rule makes agree.
 
@@ -59,6 +60,7 @@ def refusal_of_gradients(
         not_replayed: Why random draws could not be replayed; empty if they were, or the step draws none.
         not_finite: The rows of each micro-batch whose gradient is not finite.
         is_skipped: Whether the step returned None for all rows, and a loss for some micro-batches.
+        initialized: Parameters that the step set before their first use, to other values for other rows.
     """
     tried = "; ".join(
         f"{name}: {one:.1e}" if isfinite(one) else f"{name}: not finite" for name, one in differences.items()
@@ -75,6 +77,12 @@ def refusal_of_gradients(
         if is_skipped
         else ""
     )
+    sets = (
+        f" The step sets {', '.join(initialized[:3])} by the rows that it gets before it uses them, as a layer does that initializes itself from its first "
+        "batch. Run a batch through the module in on_fit_start, so that training begins after that."
+        if initialized
+        else ""
+    )
     drawn = (
         f" Its random draws could not be replayed ({not_replayed}), and without them it differs too; draw in prepare or "
         "on_after_batch_transfer, which run once a batch."
@@ -83,7 +91,7 @@ def refusal_of_gradients(
     )
     return (
         f"{whose} cannot be split exactly: the gradient of {rows} rows differs from that of their micro-batches "
-        f"({tried}, relative, at {parameter}).{skips}{divides}{drawn} The ways out, in MicroBatchRules from "
+        f"({tried}, relative, at {parameter}).{skips}{divides}{sets}{drawn} The ways out, in MicroBatchRules from "
         "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
         "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
         "each row by itself; splittable=False to run batches whole; check=False to split all the same."

@@ -64,10 +64,12 @@ class Run(Results):
     Args:
         gradient: Samples of the gradient.
         loss: The loss, detached; None if the step returned none.
+        first_norms: The norms of parameters that the step wrote before it used them, by name.
     """
 
     gradient: GradientSample
     loss: Tensor | None
+    first_norms: dict[str, float]
 
 
 class Runner:
@@ -99,6 +101,7 @@ class Runner:
         self.counters = Counters()
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
+        self._first_norms: dict[str, float] = {}
         self._renormed = RenormedRows()
         self._state = state_of_step(trainer)
 
@@ -184,7 +187,7 @@ class Runner:
             gradient = sample_gradients(self._sampled, scale=scale, joined=self._group.joined)
             results = block.gather(result.extra)
             results.written = with_backward(results.written, stepped)
-            return Run(gradient=gradient, loss=result.loss, **vars(results))
+            return Run(gradient=gradient, loss=result.loss, first_norms=self._first_norms, **vars(results))
 
     def _earlier_gradients(self) -> list[Tensor | None]:
         """Return copies of the gradients of the batch before, if the step reads them; else none."""
@@ -211,6 +214,7 @@ class Runner:
             result = self._step(own)
         if (switched := used.switched) is not None:
             raise refusal_of_switches(type(self.module).__name__, self._named(switched))
+        self._first_norms = {self._named(parameter): norm for parameter, norm in used.first_norms}
         stepped = written_since(noted)
         for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
             parameter.grad = None
