@@ -15,6 +15,7 @@ from lightning_unified.step.undo.functions import names_in, reached_functions
 
 __all__ = ["NotedShards", "UsedWeights", "used_otherwise"]
 
+_LISTS = frozenset({"parameters", "named_parameters", "_parameters"})
 _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
 
 
@@ -213,8 +214,11 @@ def _used_by_operations(module: nn.Module) -> set[int]:
     """Return the ids of the parameters whose use no call of a layer may tell.
 
     They are those of the module itself, of parameter lists, and all with a name that the step's code has, as in `F.linear(x, self.head.weight)`.
+    They are all parameters where this code asks for them by `parameters()`.
     """
     kinds, named = (nn.ParameterList, nn.ParameterDict), names_in(reached_functions(module, TRAINING_STEP))
+    if named & _LISTS:
+        return set(map(id, module.parameters()))
     return {
         id(parameter)
         for owner in module.modules()

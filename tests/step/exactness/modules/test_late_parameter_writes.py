@@ -50,6 +50,13 @@ class TakesWeight(Scores):
         return F.cross_entropy(F.linear(batch["x"], self.net.weight), batch["y"])
 
 
+class TakesByName(TakesWeight):
+    """Takes the weight of a layer from the module's parameters."""
+
+    def loss(self, batch):
+        return F.cross_entropy(batch["x"] @ dict(self.named_parameters())["net.weight"].t(), batch["y"])
+
+
 class Transposes(Scores):
     """Uses the transpose of a parameter of its own."""
 
@@ -98,7 +105,7 @@ def trained(kind, strategy="auto"):
     return weights(module)
 
 
-KINDS = [Scores, TakesWeight, Transposes]
+KINDS = [Scores, TakesWeight, TakesByName, Transposes]
 
 
 @pytest.mark.parametrize("kind", KINDS)
