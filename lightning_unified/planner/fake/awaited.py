@@ -23,7 +23,9 @@ _BETWEEN = (
     "torch.overrides",
 )  # modules between a read and its answer
 _DEPTH = 3  # judgement: a check such as `is_valid(x)` is a function or two
-_FILLERS = frozenset(("CACHE", "EXTENDED_ARG", "NOP", "TO_BOOL", "UNARY_NOT"))  # between a call and what takes its result
+_FILLERS = frozenset(
+    ("CACHE", "EXTENDED_ARG", "NOP", "TO_BOOL", "UNARY_NOT")
+)  # between a call and what takes its result
 _PATIENCE = 128  # judgement: reads of one place; more cost seconds, and an optimizer may read a value of each parameter
 _SOON = 8  # judgement: reads of another place of a loop that is known to wait
 
