@@ -56,10 +56,27 @@ class AgreedRules:
         open_ = (one for name, one in known.items() if name not in self._rejected or one.class_weights in present)
         return sorted(open_, key=lambda one: one.is_guess)
 
+    def of_summands(
+        self, batch: Any, rows: int, ignored: Collection[int] = (), scorings: Collection[Scoring] = ()
+    ) -> list[LossRule]:
+        """Return the loss rules that may hold for a summand of the loss, whether or not they may for all of it.
+
+        There are none if the module declares a rule. The arguments are those of `candidates`.
+        """
+        if declared(self._rules) is not None:
+            return []
+        found = [*candidates(batch, rows, ignored, scorings), *guesses(batch, rows)]
+        return [*{rule.name: rule for rule in reversed(found)}.values()][::-1]
+
     def add(self, found: Findings) -> None:
         """Record the findings of a conclusive check."""
         self._rejected |= found.rejected
         self.agreeing = [replace(rule, is_guess=False) for rule in found.agreeing]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether several rules are left for the loss, or for one of its summands."""
+        return len(self.agreeing) > 1 or any(len(one.rules) > 1 for rule in self.agreeing for one in rule.summands)
 
     @property
     def first(self) -> str:
@@ -75,8 +92,8 @@ class AgreedRules:
 
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""
-        first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in self.agreeing)
-        return any(shares_differ(first, other) for other in others)
+        own = [one.rules for rule in self.agreeing for one in rule.summands]
+        return any(_give_other_shares(rules, batches, sizes) for rules in (self.agreeing, *own))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rules for a checkpoint."""
@@ -89,6 +106,11 @@ class AgreedRules:
             return False
         self.agreeing, self._rejected = [rule for rule in rules if rule is not None], set(state["rejected"])
         return True
+
+
+def _give_other_shares(rules: Sequence[LossRule], batches: Sequence[Any], sizes: Sequence[int]) -> bool:
+    first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in rules)
+    return any(shares_differ(first, other) for other in others)
 
 
 @dataclass(frozen=True, slots=True)

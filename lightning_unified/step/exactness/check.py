@@ -256,7 +256,7 @@ class ExactnessCheck:
 
     @property
     def _unmergeable(self) -> tuple[str, ...]:
-        return tuple(sorted(set(self.tables.unmergeable)))
+        return tuple(sorted({*self.tables.unmergeable}))
 
     def _is_due(self, own: Request) -> bool:
         number, verdict = self._batches, self._verdict
@@ -268,7 +268,7 @@ class ExactnessCheck:
             return self._checked_at != number and self._undecided < _RETRIES
         if 0 < self._thin < _THIN and self._checked_at != number:
             return True
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, own.sizes)
+        return self._agreed.are_several and self._is_ambiguous(own.batch, own.sizes)
 
     def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
@@ -283,9 +283,12 @@ class ExactnessCheck:
     def _new_check(self, asked: Request) -> Check:
         self._runner.allows_batch_norm = asked.allows_batch_norm
         most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
+        ignored = self.host_figures.ignored
+        known = asked.batch, asked.rows, ignored, self._runner.scorings
         return Check(
             kwargs=asked.kwargs,
-            rules=self._agreed.candidates(asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings),
+            rules=self._agreed.candidates(*known),
+            of_summands=self._agreed.of_summands(*known),
             rows=asked.rows,
             unit=asked.unit,
             micro_batch_size=asked.micro_batch_size,
@@ -295,7 +298,7 @@ class ExactnessCheck:
             since=self._last.since(self._trainer.global_step, self._batches),
             micro_batches=asked.micro_batches,
             differing=asked.differing,
-            ignored=self.host_figures.ignored,
+            ignored=ignored,
             least=asked.least,
         )
 
@@ -324,8 +327,9 @@ class ExactnessCheck:
                 found = refusal
         self.host_figures.ignored |= {one.ignore_index for one in self._runner.scorings}
         is_new = self._group.anywhere(not self._runner.scorings <= known)
+        rules = check.rules
         try:
-            return self._group.agreed(found, check.rules), check.rules
+            return self._group.agreed(found, rules), rules
         except SplitError as refusal:  # rules may have lacked the labels that the loss ignores, or its class weights
             if tries == 1 or not is_new or not refusal.is_for_rules:
                 raise

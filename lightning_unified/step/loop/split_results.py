@@ -220,10 +220,7 @@ def _is_value_of_step(key: LogKey, call: Logged) -> bool:
 
 def _weights_of(call: Logged, weights: MicroBatchWeights) -> tuple[MicroBatchWeights, MicroBatchWeights | None]:
     """Return the weights of the micro-batches that logged a value, and those by its `batch_size`."""
-    own = MicroBatchWeights(
-        [weights.rows[index] for index in call.micro_batches],
-        [weights.terms[index] for index in call.micro_batches],
-    )
+    own = weights.of(call.micro_batches)
     if any(size is None for size in call.batch_sizes):
         return own, None
     return own, MicroBatchWeights(own.rows, [float(size) for size in call.batch_sizes])

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.terms import Terms
 
-__all__ = ["LossRule", "declared", "likeliest", "restored"]
+__all__ = ["LossRule", "SummandRule", "declared", "likeliest", "restored"]
 
 _DECLARED = ("loss_weight", "loss_is_sum")
 
@@ -21,17 +21,26 @@ class LossRule:
         count: Returns the number of loss terms of a micro-batch; `None` counts its rows.
         adds: Whether losses add up without weights. `count` is then only the number of terms of a batch in its accumulation window.
         is_guess: Whether nothing but the numbers in a batch speaks for the rule. A check tries it only where no other rule agrees.
+        summands: The rules of the loss's summands, each with weights of its own; empty for a loss with one weight. The summands'
+            weights make the losses of micro-batches shares, which add up.
     """
 
     name: str
     count: Callable[[Any], Any] | None = None
     adds: bool = False
     is_guess: bool = False
+    summands: "tuple[SummandRule, ...]" = ()
+
+    @classmethod
+    def of_summands(cls, summands: "Sequence[SummandRule]") -> "LossRule":
+        """Return the rule of a loss that is a sum of means over different terms."""
+        named = "; ".join(f"{one.key}: {one.first.name}" for one in summands)
+        return cls(f"a weight for each summand ({named})", adds=True, summands=tuple(summands))
 
     @property
     def reads_a_field(self) -> bool:
-        """Whether the rule counts the terms by one field, on whatever device that is."""
-        return isinstance(self.count, Terms)
+        """Whether the rule counts the terms by fields, on whatever device these are."""
+        return isinstance(self.count, Terms) or any(one.first.reads_a_field for one in self.summands)
 
     @property
     def class_weights(self) -> tuple[float, ...]:
@@ -41,7 +50,44 @@ class LossRule:
     def state_dict(self) -> dict[str, Any]:
         """Return the rule for a checkpoint; a declared rule is saved by its name only."""
         terms = asdict(self.count) if isinstance(self.count, Terms) else None
-        return {"name": self.name, "terms": terms, "adds": self.adds}
+        summands = [one.state_dict() for one in self.summands]
+        return {"name": self.name, "terms": terms, "adds": self.adds, "summands": summands}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SummandRule:
+    """The loss rules that may weight one summand of a loss.
+
+    Args:
+        key: The name of the summand.
+        rules: The rules under which its gradient agreed. The first weights it.
+        rejected: The names of rules under which it differed.
+        is_told: Whether a check has told these rules from all others.
+        is_divided: Whether the divisor in autograd's graph was proportional to the first rule's weights.
+    """
+
+    key: str
+    rules: tuple[LossRule, ...]
+    rejected: frozenset[str] = frozenset()
+    is_told: bool = False
+    is_divided: bool = False
+
+    @property
+    def first(self) -> LossRule:
+        """The rule that weights the summand."""
+        return self.rules[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rules for a checkpoint."""
+        rules = [one.state_dict() for one in self.rules]
+        found = {"key": self.key, "rules": rules, "rejected": sorted(self.rejected)}
+        return {**found, "is_told": self.is_told, "is_divided": self.is_divided}
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> "SummandRule":
+        """Return the rules restored from their `state_dict`."""
+        rules = tuple(_restored(one) for one in state["rules"])
+        return cls(**{**state, "rules": rules, "rejected": frozenset(state["rejected"])})
 
 
 def declared(rules: MicroBatchRules) -> LossRule | None:
@@ -59,7 +105,13 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
     own = declared(rules)
     if own is not None or state["name"] in _DECLARED:
         return own if own is not None and own.name == state["name"] else None
-    return LossRule(state["name"], Terms(**state["terms"]) if state["terms"] else None, adds=state["adds"])
+    return _restored(state)
+
+
+def _restored(state: dict[str, Any]) -> LossRule:
+    count = Terms(**state["terms"]) if state["terms"] else None
+    summands = tuple(map(SummandRule.restored, state.get("summands", ())))
+    return LossRule(state["name"], count, adds=state["adds"], summands=summands)
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import lightning as L
@@ -59,6 +59,7 @@ class Check:
         differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
         ignored: Labels that losses ignore.
         least: The fewest units of a micro-batch.
+        of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -74,6 +75,7 @@ class Check:
     differing: range = range(0)
     ignored: Collection[int] = (IGNORED,)
     least: int = 1
+    of_summands: Sequence[LossRule] = ()
 
     @property
     def batch(self) -> Any:
@@ -304,7 +306,7 @@ class Examination:
         judge = Judge(self._runner, self._tables)
         try:
             with self._group.trial():
-                found = judge.findings(trial, check.rules, since=check.since)
+                found = judge.findings(trial, check.rules, since=check.since, of_summands=check.of_summands)
                 if isinstance(found, str) or not check.is_first:
                     return found
                 return self._confirmed(check, judge, trial, found)
@@ -322,15 +324,17 @@ class Examination:
 
         Two splits distinguish a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
         """
-        rules = [rule for rule in check.rules if rule.name not in found.rejected]
+        own = [rule for rule in found.agreeing if rule.summands]
+        rules = own or [rule for rule in check.rules if rule.name not in found.rejected]
+        judged = partial(judge.findings, rules=rules, since=check.since, of_summands=check.of_summands)
         all_units = trial.rows // check.unit
         units = min(all_units, UNITS)
         again = self._again(check, trial, units)
         if again.is_quiet and again.split == trial.split:  # two units have only one split
             return found
-        other = judge.findings(again, rules, since=check.since)
+        other = judged(again)
         if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
-            other = judge.findings(self._again(check, trial, all_units), rules, since=check.since)
+            other = judged(self._again(check, trial, all_units))
         return other if isinstance(other, str) else found.joined(other)
 
     def _again(self, check: Check, trial: Trial, units: int) -> Trial:

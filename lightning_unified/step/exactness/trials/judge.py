@@ -11,6 +11,7 @@ from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.gradients import unequal_existence
 from lightning_unified.step.exactness.losses import LossRule, likeliest
+from lightning_unified.step.exactness.losses.summands import REST
 from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
 from lightning_unified.step.exactness.trials.learning import (
@@ -46,25 +47,30 @@ class Judge:
         self._quiet_wholes: dict[tuple[int, int], Run] = {}
         self._proportional: bool | None = None
 
-    def findings(self, trial: Trial, rules: Sequence[LossRule], *, since: str) -> Findings | str:
+    def findings(
+        self, trial: Trial, rules: Sequence[LossRule], *, since: str, of_summands: Sequence[LossRule] = ()
+    ) -> Findings | str:
         """Return the findings of a trial, or why it is undecided.
 
         Args:
             trial: The rows to run, and their split.
             rules: The loss rules that may hold.
             since: A sentence for a refusal: which batches were split before.
+            of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
 
         Raises:
             SplitError: If the whole rows and their micro-batches give different results.
             BaseException: An error that the step itself raises on the whole batch, unchanged.
         """
         runs = TrialRuns(self._runner, trial, quiet_wholes=self._quiet_wholes)
-        comparison, noise = self._compared(runs, rules, is_quiet=trial.is_quiet)
+        tried = rules
+        comparison, noise, rules = self._compared(runs, rules, of_summands, is_quiet=trial.is_quiet)
         if undecided := comparison.says_nothing:
             self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
         rules = _without_guesses(comparison, rules)
         off = {rule.name: comparison.off(rule) for rule in rules}
+        refuted = {rule.name for rule in tried if rule.name not in off and not rule.is_guess}
         best = min(off.values(), key=lambda one: one.excess)
         allowed, by_rounding = _allowed(best.excess, comparison, runs, is_late=bool(since))
         if allowed < best.excess and (
@@ -84,6 +90,7 @@ class Judge:
                 not_replayed=not_replayed,
                 not_finite=comparison.split.not_finite,
                 is_skipped=comparison.whole.loss is None,
+                summands=[one for one in comparison.summands[0].values if one != REST] if comparison.summands else (),
             )
             raise SplitError(refusal + since, is_for_rules=True)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])
@@ -95,41 +102,52 @@ class Judge:
         self._learn(comparison, agreeing[0], runs, since=since, slack=allowed)
         return Findings(
             agreeing=agreeing,
-            rejected={name for name, one in off.items() if one.excess > allowed},
+            rejected=refuted | {name for name, one in off.items() if one.excess > allowed},
             rows=trial.rows,
             difference=off[agreeing[0].name].relative,
             noise=noise,
             first=trial.start,
-            is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
-            is_proportional=self._is_proportional(comparison),
+            is_thin=_is_thin(comparison, agreeing[0]),
+            is_proportional=self._is_proportional(comparison, agreeing[0]),
         )
 
-    def _is_proportional(self, comparison: Comparison) -> bool:
+    def _is_proportional(self, comparison: Comparison, rule: LossRule) -> bool:
         """Return whether backward passes are proportional to the loss, by the first trial of a check.
 
         Raises:
-            SplitError: If they are not, and parameters are not whole, so that nothing can weight their gradients afterwards.
+            SplitError: If they are not, and parameters are not whole, or summands of the loss have weights of their own: then nothing
+                can weight their gradients afterwards.
         """
         if self._proportional is None:
             found = is_proportional(comparison, anywhere=self._runner.anywhere)
             self._proportional = not self._runner.anywhere(not found)
             if not (self._proportional or self._runner.has_whole_parameters):
                 raise refusal_of_proportion(self._whose)
+        if rule.summands and not self._proportional:
+            raise refusal_of_proportion(self._whose, of_summands=True)
         return self._proportional
 
-    def _compared(self, runs: TrialRuns, rules: Sequence[LossRule], *, is_quiet: bool) -> tuple[Comparison, str]:
-        """Compare without draws, with replayed or constant ones; return what to say of them too."""
+    def _compared(
+        self, runs: TrialRuns, rules: Sequence[LossRule], of_summands: Sequence[LossRule], *, is_quiet: bool
+    ) -> tuple[Comparison, str, Sequence[LossRule]]:
+        """Compare without draws, with replayed or constant ones; return what to say of them too, and the rules that are left.
+
+        Where no rule agrees, but one with a weight for each summand of the loss does, that one is left.
+        """
         comparison = runs.quiet() if is_quiet else None
+        if comparison is not None and (found := _agreeing(comparison, rules, of_summands)):
+            return comparison, _DRAWN if comparison.is_drawn else "", found
         if comparison is None or comparison.none_agrees(rules):
             comparison = runs.replayed(rules)
         noise = _DRAWN if comparison.is_drawn else ""
-        if comparison.says_nothing or not comparison.none_agrees(rules):
-            return comparison, noise
+        if comparison.says_nothing or (found := _agreeing(comparison, rules, of_summands)):
+            return comparison, noise, rules if comparison.says_nothing else found
         if not self._runner.anywhere(bool(comparison.troubles)):
-            return comparison, noise
+            return comparison, noise, rules
         comparison = runs.without_noise(comparison, rules)
         why = comparison.troubles[0] if comparison.troubles else "another rank could not replay them"
-        return comparison, f"{_DRAWN}; gradients were compared without them ({why})"
+        noise = f"{_DRAWN}; gradients were compared without them ({why})"
+        return comparison, noise, _agreeing(comparison, rules, of_summands) or rules
 
     def _agrees_nudged(self, trial: Trial, rules: Sequence[LossRule], comparison: Comparison) -> bool:
         """Return whether micro-batches agree after all with weights that are moved by one rounding step.
@@ -142,7 +160,8 @@ class Judge:
         with nudged(self._runner.module.parameters(), comparison.lowest) as has_changed:
             if not self._runner.anywhere(has_changed):
                 return False
-            again, _ = self._compared(TrialRuns(self._runner, trial, quiet_wholes={}), rules, is_quiet=trial.is_quiet)
+            runs = TrialRuns(self._runner, trial, quiet_wholes={})
+            again, _, _ = self._compared(runs, rules, (), is_quiet=trial.is_quiet)
         return not (again.says_nothing or again.none_agrees(rules))
 
     def _learn(
@@ -154,9 +173,9 @@ class Judge:
         `slack` tolerances of gradients, it explains as much of results.
         """
         tolerance, whole, split = slack * comparison.tolerance.relative, comparison.whole, comparison.split
-        weights = split.weights(rule)
+        weights = comparison.weights(rule)
         troubles = learn_results(self._tables, whole, split.runs, weights, tolerance=tolerance)
-        if whole.loss is not None:
+        if whole.loss is not None and not rule.summands:  # else the summands' values were compared
             losses = [run.loss for run in split.runs]
             self._tables.outputs.learn("loss", losses, whole.loss, weights, tolerance=tolerance)
         troubles += self._rings_that_differ(comparison)
@@ -232,6 +251,27 @@ def _allowed(excess: float, comparison: Comparison, runs: TrialRuns, *, is_late:
         return 1.0, 1.0
     explained = max(1.0, MARGIN[lowest] * runs.rounding(lowest))
     return min(explained, MOST[lowest]), explained if lowest is torch.float32 else 1.0
+
+
+def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Sequence[LossRule]) -> Sequence[LossRule]:
+    """Return the rules if one of them agrees; else a rule with a weight for each summand of the loss, if one does.
+
+    The latter keeps of its known weights those that agree here too.
+    """
+    known = next((rule for rule in rules if rule.summands), None)
+    if known is None and not comparison.none_agrees(rules):
+        return rules
+    fit = comparison.summand_fit() if of_summands and not comparison.says_nothing else None
+    found = None if fit is None else fit.rule(of_summands, known)
+    agrees = found is not None and comparison.off(found).excess <= 1
+    return [found] if found is not None and agrees else []
+
+
+def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
+    """Return whether few micro-batches had gradients, so that several rules may agree by chance."""
+    if any(not one.is_told and len(one.rules) > 1 for one in rule.summands):
+        return True
+    return sum(not run.gradient.is_zero for run in comparison.split.runs) < 2
 
 
 def _without_guesses(comparison: Comparison, rules: Sequence[LossRule]) -> Sequence[LossRule]:
