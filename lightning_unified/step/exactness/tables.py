@@ -24,6 +24,7 @@ class Tables:
         joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
         sized: The paths of dicts to which micro-batches add entries under their own number of rows.
         varying: The paths of state that equal runs write differently, such as times.
+        by_summand: Whether summands of the loss have weights of their own.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -34,6 +35,7 @@ class Tables:
     joins: dict[str, bool] = field(default_factory=dict)
     sized: set[str] = field(default_factory=set)
     varying: set[str] = field(default_factory=set)
+    by_summand: bool = False
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -60,6 +62,13 @@ class Tables:
             self.sized.add(owner_of(path))
             note_alone(self.written, path)
 
+    def weigh_by_summand(self) -> None:
+        """Note that summands of the loss have weights of their own from now on, so that means of its terms are other means."""
+        if not self.by_summand:
+            self.by_summand = True
+            for table in self._inferred.values():
+                table.widen()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the inferred rules, for a checkpoint."""
         tables = {name: table.state_dict() for name, table in self._inferred.items()}
@@ -68,6 +77,7 @@ class Tables:
             "joins": dict(self.joins),
             "sized": sorted(self.sized),
             "varying": sorted(self.varying),
+            "by_summand": self.by_summand,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,7 +85,7 @@ class Tables:
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
         self.joins, self.sized = dict(state["joins"]), set(state.get("sized", ()))
-        self.varying = set(state.get("varying", ()))
+        self.varying, self.by_summand = set(state.get("varying", ())), state.get("by_summand", False)
 
 
 def owner_of(path: str) -> str:

@@ -146,6 +146,7 @@ class CheckedSplitter:
             self.splitter.require_rows(batch, shape.rows)
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
             policy.splits.has_idle_norms = checks_norms
+            split = self._micro_batches(kwargs, shape, rows)
         except SplitError as refusal:
             self.before_refusal()
             if policy.sizing.goes_whole(refusal):
@@ -156,7 +157,7 @@ class CheckedSplitter:
                 "the hook on_before_backward runs",
                 "What it logs is merged; keep other state of losses in on_train_batch_end.",
             )
-        return self._micro_batches(kwargs, shape, rows)
+        return split
 
     def _micro_batches(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: list[int]) -> SplitBatch:
         key, batch = next(iter(kwargs.items()))

@@ -77,8 +77,8 @@ class SplitSummands:
         known = self._weighting.summands
         own = [one.key for one in found]
         missing = [key for key in known if key not in own and key != REST]
-        if missing and any(known[key][index] for key in missing):
-            return _without_terms(own, known={key: factors[index] for key, factors in known.items()})
+        if any(not self._weighting.lacks(key, index) for key in missing):
+            return _without_terms(own, has_terms={key: not self._weighting.lacks(key, index) for key in known})
         is_known = found and known.keys() >= {*own}
         return own if is_known else None
 
@@ -110,18 +110,18 @@ class SplitSummands:
             )
 
 
-def _without_terms(own: Sequence[str], *, known: dict[str, float]) -> list[str] | None:
+def _without_terms(own: Sequence[str], *, has_terms: dict[str, bool]) -> list[str] | None:
     """Return the keys of summands, some of which are alike, without those that have no terms; None if their number differs."""
     counts: dict[str, int] = {}
     for key in own:
         counts[_kind(key)] = counts.get(_kind(key), 0) + 1
-    left = {kind: [key for key in known if _kind(key) == kind] for kind in counts}
+    left = {kind: [key for key in has_terms if _kind(key) == kind] for kind in counts}
     for kind, count in counts.items():
         if len(left[kind]) > count:
-            left[kind] = [key for key in left[kind] if known[key]]
+            left[kind] = [key for key in left[kind] if has_terms[key]]
         if len(left[kind]) != count:
             return None
-    missing = [key for key, factor in known.items() if factor and _kind(key) not in counts and key != REST]
+    missing = [key for key, has in has_terms.items() if has and _kind(key) not in counts and key != REST]
     if missing:
         return None
     return [left[_kind(key)].pop(0) for key in own]

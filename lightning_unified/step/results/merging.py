@@ -295,6 +295,12 @@ class MergeTable:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)
 
+    def widen(self) -> None:
+        """Let means of the loss's terms be the loss itself, or means of one of its summands: these have weights of their own now."""
+        self._fits = {
+            path: rules | {AS_LOSS, *OF_SUMMANDS} if "mean" in rules else rules for path, rules in self._fits.items()
+        }
+
     def drop(self, path: str, rules: Collection[str]) -> bool:
         """Leave out inferred rules for `path`; return whether no other rule is left."""
         if path in self.given or not self._fits.get(path):

@@ -1,7 +1,9 @@
 """Loss rules: ways to weight the micro-batches of a batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from math import prod
 from typing import Any
 
 from lightning_unified.micro_batches import MicroBatchRules
@@ -9,6 +11,7 @@ from lightning_unified.step.exactness.facts.terms import Terms
 
 __all__ = ["LossRule", "SummandRule", "declared", "likeliest", "restored"]
 
+_MOST_VARIANTS = 64  # judgement: more summands with few terms are seldom in one batch
 _DECLARED = ("loss_weight", "loss_is_sum")
 
 
@@ -41,6 +44,32 @@ class LossRule:
     def reads_a_field(self) -> bool:
         """Whether the rule counts the terms by fields, on whatever device these are."""
         return isinstance(self.count, Terms) or any(one.first.reads_a_field for one in self.summands)
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether no check has told the rules of a summand from each other."""
+        return any(not one.is_told and len(one.rules) > 1 for one in self.summands)
+
+    def variants(self) -> "list[LossRule]":
+        """Return the rules that differ in the weights of summands which no check has told apart; this one alone without such summands."""
+        if not self.has_untold:
+            return [self]
+        choices = [one.rules[:1] if one.is_told else one.rules for one in self.summands]
+        if prod(map(len, choices)) > _MOST_VARIANTS:
+            return [self]
+        return [
+            LossRule.of_summands([replace(one, rules=(rule,)) for one, rule in zip(self.summands, chosen, strict=True)])
+            for chosen in product(*choices)
+        ]
+
+    def narrowed(self, variants: "Sequence[LossRule]") -> "LossRule":
+        """Return this rule without the weights of summands that are in none of these variants."""
+        left = [{variant.summands[at].first.name for variant in variants} for at in range(len(self.summands))]
+        summands = [
+            one if one.is_told else replace(one, rules=tuple(rule for rule in one.rules if rule.name in names))
+            for one, names in zip(self.summands, left, strict=True)
+        ]
+        return LossRule.of_summands(summands) if self.has_untold else self
 
     @property
     def class_weights(self) -> tuple[float, ...]:

@@ -65,6 +65,11 @@ def _total(values: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def _lacking(rule: LossRule, batches: Sequence[Any]) -> set[int]:
+    """Return the micro-batches without terms."""
+    return {index for index, batch in enumerate(batches) if rule.count is not None and not float(rule.count(batch))}
+
+
 def _shares_of_summand(of: SummandRule, batches: Sequence[Any], rows: Sequence[int]) -> list[float]:
     """Return the factor of one summand in each micro-batch.
 
@@ -116,6 +121,7 @@ class Weighting:
         self._weights = MicroBatchWeights(list(rows), terms)
         self.summands = {one.key: _shares_of_summand(one, batches, rows) for one in rule.summands}
         """For each summand with a weight of its own, the factors of the micro-batches' summands."""
+        self._lacking = {one.key: _lacking(one.first, batches) for one in rule.summands}
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -124,6 +130,10 @@ class Weighting:
         if not self.summands:
             return self._weights
         return with_losses(self._weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
+
+    def lacks(self, key: str, index: int) -> bool:
+        """Return whether a summand has no terms in micro-batch `index`."""
+        return index in self._lacking[key]
 
     def note(self, index: int, values: Mapping[str, Tensor]) -> Tensor:
         """Note the values of the summands of micro-batch `index`, and return its share of the loss."""

@@ -79,15 +79,20 @@ class AllRows:
             *(one.dtype for one in self._runner.module.parameters() if one.is_floating_point()),
         }
         allowed = Tolerance.of(formats).relative
-        weightings = {rule.name: Weighting(rule, self._micro_batches, self._sizes) for rule in rules}
+        variants = {rule.name: rule.variants() for rule in rules}
+        tried = [one for own in variants.values() for one in own]
+        weightings = {rule.name: Weighting(rule, self._micro_batches, self._sizes) for rule in tried}
         for weighting in weightings.values():
             _note_summands(weighting, [summands for _, _, summands in runs])
         merged = {name: _merged(weighting, losses) for name, weighting in weightings.items()}
-        agreeing = [rule for rule in rules if _agree(merged[rule.name], whole, parts, allowed)]
-        if not agreeing:
+        fitting = [rule for rule in tried if _agree(merged[rule.name], whole, parts, allowed)]
+        if not fitting:
             raise self._refusal(whole, merged)
+        agreeing = [
+            rule.narrowed(own) for rule in rules if (own := [one for one in variants[rule.name] if one in fitting])
+        ]
         if not self._runner.draws_in_eval:
-            self._learn(results, [one for _, one, _ in runs], weightings[agreeing[0].name].weights, tolerance=allowed)
+            self._learn(results, [one for _, one, _ in runs], weightings[fitting[0].name].weights, tolerance=allowed)
         return agreeing
 
     def _whole(self) -> tuple[Tensor | None, Results]:

@@ -31,6 +31,7 @@ class Trial:
         split: The rows of each micro-batch.
         is_quiet: Whether to run without dropout first, which takes a quarter of the time. The rows run
             with dropout only if the gradients do not agree without it, or the step draws random numbers nevertheless.
+        of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -40,6 +41,7 @@ class Trial:
     take: Callable[..., Any]
     split: Sequence[int]
     is_quiet: bool
+    of_summands: Sequence[LossRule] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -181,14 +183,18 @@ class Comparison:
         return disagreement(self.whole.gradient, weighted, self.tolerance)
 
     @cached_property
-    def summands(self) -> Sequence[RunOfSummands] | None:
-        """The whole run and those of the micro-batches, by summand of the loss; None where the loss has no two of them."""
+    def names_of_summands(self) -> Sequence[str]:
+        """The names of the summands of the loss of all rows that have a gradient; none where they may have no weights of their own."""
         if not self.reads_summands or self.split.scaled is None:
+            return ()
+        return [one.key for one in self.repeated("").summands if one.key != REST]
+
+    @cached_property
+    def summands(self) -> Sequence[RunOfSummands] | None:
+        """The whole run and those of the micro-batches, by summand of the loss; None where it is not their sum."""
+        keys, scaled = self.names_of_summands, self.split.scaled
+        if not keys or scaled is None:
             return None
-        keys = [one.key for one in self.repeated("").summands if one.key != REST]
-        if len(keys) < 2:
-            return None
-        scaled = self.split.scaled
         repeats = [self.repeated, *(partial(scaled, index, 1.0) for index in range(len(self.split.sizes)))]
         found = [_by_summand(keys, repeat) for repeat in repeats]
         found = found if any(run.has_rest(self.tolerance) for run in found) else [run.without_rest() for run in found]
@@ -197,7 +203,7 @@ class Comparison:
         return found if is_sum else None
 
     def summand_fit(self) -> SummandFit | None:
-        """Return what tries loss rules on each summand of the loss; None where it has no two summands."""
+        """Return what tries loss rules on each summand of the loss; None where it is not their sum."""
         runs, split = self.summands, self.split
         if runs is None:
             return None

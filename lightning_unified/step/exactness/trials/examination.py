@@ -33,6 +33,7 @@ __all__ = ["UNITS", "Check", "Examination"]
 log = logging.getLogger("lightning_unified")
 
 _AT_FIRST = 32  # units of the first check, if they are predicted to fit; judgement: if a tenth of the rows is hard, about three run
+_MORE = 6  # judgement: trials for a summand with few terms; each takes a few steps of as many rows
 UNITS = 8  # units of rows in later checks; judgement: enough for three unequal micro-batches
 
 _ON_CPU = (
@@ -294,6 +295,7 @@ class Examination:
                 take=take or self._splitter.split,
                 split=check.split(units),
                 is_quiet=not self._runner.draws_in_eval and (check.is_first or not self._runner.hides_code),
+                of_summands=check.of_summands,
             )
             if (one := self._tried_once(check, trial)) is None:
                 return None
@@ -306,10 +308,10 @@ class Examination:
         judge = Judge(self._runner, self._tables)
         try:
             with self._group.trial():
-                found = judge.findings(trial, check.rules, since=check.since, of_summands=check.of_summands)
-                if isinstance(found, str) or not check.is_first:
-                    return found
-                return self._confirmed(check, judge, trial, found)
+                found = judge.findings(trial, check.rules, since=check.since)
+                if not isinstance(found, str) and check.is_first:
+                    found = self._confirmed(check, judge, trial, found)
+                return found if isinstance(found, str) else self._told(check, judge, trial, found)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -326,7 +328,7 @@ class Examination:
         """
         own = [rule for rule in found.agreeing if rule.summands]
         rules = own or [rule for rule in check.rules if rule.name not in found.rejected]
-        judged = partial(judge.findings, rules=rules, since=check.since, of_summands=check.of_summands)
+        judged = partial(judge.findings, rules=rules, since=check.since)
         all_units = trial.rows // check.unit
         units = min(all_units, UNITS)
         again = self._again(check, trial, units)
@@ -346,3 +348,18 @@ class Examination:
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
         )
+
+    def _told(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings:
+        """Repeat a check on other rows while these tell too little of a summand of the loss."""
+        splits = splits_of(trial.rows // check.unit, least=check.least)
+        for number in range(_MORE):
+            rule = found.agreeing[0]
+            if not rule.has_untold:
+                break
+            units = (trial.start + (number // len(splits)) * trial.rows // 2) // check.unit
+            start = units * check.unit % (check.rows - trial.rows + 1)
+            sizes = [check.unit * one for one in splits[number % len(splits)]]
+            again = replace(trial, start=start // check.unit * check.unit, split=sizes)
+            other = judge.findings(again, [rule], since=check.since)
+            found = found if isinstance(other, str) else found.joined(other)
+        return found

@@ -11,7 +11,6 @@ from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.gradients import unequal_existence
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.losses.summands import REST
 from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.comparison import Comparison, Trial
 from lightning_unified.step.exactness.trials.learning import (
@@ -47,16 +46,13 @@ class Judge:
         self._quiet_wholes: dict[tuple[int, int], Run] = {}
         self._proportional: bool | None = None
 
-    def findings(
-        self, trial: Trial, rules: Sequence[LossRule], *, since: str, of_summands: Sequence[LossRule] = ()
-    ) -> Findings | str:
+    def findings(self, trial: Trial, rules: Sequence[LossRule], *, since: str) -> Findings | str:
         """Return the findings of a trial, or why it is undecided.
 
         Args:
             trial: The rows to run, and their split.
             rules: The loss rules that may hold.
             since: A sentence for a refusal: which batches were split before.
-            of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
 
         Raises:
             SplitError: If the whole rows and their micro-batches give different results.
@@ -64,7 +60,7 @@ class Judge:
         """
         runs = TrialRuns(self._runner, trial, quiet_wholes=self._quiet_wholes)
         tried = rules
-        comparison, noise, rules = self._compared(runs, rules, of_summands, is_quiet=trial.is_quiet)
+        comparison, noise, rules = self._compared(runs, rules, trial.of_summands, is_quiet=trial.is_quiet)
         if undecided := comparison.says_nothing:
             self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
@@ -90,7 +86,7 @@ class Judge:
                 not_replayed=not_replayed,
                 not_finite=comparison.split.not_finite,
                 is_skipped=comparison.whole.loss is None,
-                summands=[one for one in comparison.summands[0].values if one != REST] if comparison.summands else (),
+                summands=comparison.names_of_summands if len(comparison.names_of_summands) > 1 else (),
             )
             raise SplitError(refusal + since, is_for_rules=True)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])
@@ -174,6 +170,8 @@ class Judge:
         """
         tolerance, whole, split = slack * comparison.tolerance.relative, comparison.whole, comparison.split
         weights = comparison.weights(rule)
+        if rule.summands:
+            self._tables.weigh_by_summand()
         troubles = learn_results(self._tables, whole, split.runs, weights, tolerance=tolerance)
         if whole.loss is not None and not rule.summands:  # else the summands' values were compared
             losses = [run.loss for run in split.runs]
@@ -261,7 +259,8 @@ def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Se
     known = next((rule for rule in rules if rule.summands), None)
     if known is None and not comparison.none_agrees(rules):
         return rules
-    fit = comparison.summand_fit() if of_summands and not comparison.says_nothing else None
+    is_sum = known is not None or (not comparison.says_nothing and len(comparison.names_of_summands) > 1)
+    fit = comparison.summand_fit() if of_summands and is_sum else None
     found = None if fit is None else fit.rule(of_summands, known)
     agrees = found is not None and comparison.off(found).excess <= 1
     return [found] if found is not None and agrees else []
@@ -269,7 +268,7 @@ def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Se
 
 def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
     """Return whether few micro-batches had gradients, so that several rules may agree by chance."""
-    if any(not one.is_told and len(one.rules) > 1 for one in rule.summands):
+    if rule.has_untold:
         return True
     return sum(not run.gradient.is_zero for run in comparison.split.runs) < 2
 

@@ -196,8 +196,9 @@ class TrialRuns:
 
     def _whole(self, draws: DrawMode, *, only: str | None = None) -> Run:
         trial, runner = self._trial, self._runner
+        chosen = {} if only is None else {"only": only}
         try:
-            return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws, only=only)
+            return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws, **chosen)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                 raise

@@ -31,6 +31,7 @@ MOST = 16  # summands of a loss; judgement: a check runs its rows once for each
 REST = "what has no gradient"
 WHOLE = -1
 _NEAR = 64  # nodes between a summand and its nearest parameter
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions
 _FEW = 12  # nodes of a penalty of one parameter
 _PARAMETERS = "penalties of parameters"
 LEAF = "torch::autograd::AccumulateGrad"
@@ -284,7 +285,9 @@ def _divisor_of(node: Any) -> Any:
     name = node.name()
     with suppress(RuntimeError):
         if labels_of(node) is not None:
-            total = saved(node, "total_weight")
+            total = saved(node, "total_weight") if saved(node, "reduction") == _MEAN else None
+            if has_factor and saved(node, "reduction") == _SUM:
+                return divisor
             return divisor * total if isinstance(total, Tensor) else None
         if name == "MeanBackward0":
             return divisor * float(node._saved_self_sym_numel)
