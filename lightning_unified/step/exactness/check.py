@@ -98,8 +98,7 @@ class ExactnessCheck:
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
-        self._own_checked_at: int | None = None
-        self._own_checked = range(0)  # the rows of that check
+        self._own_checked_at, self._own_checked = -1, range(0)  # this process's own, and the rows of that check
         self._remembered: dict[str, Any] | None = None
 
     def verdict(self, own: Request, *, batch_idx: int) -> Verdict:
@@ -123,6 +122,9 @@ class ExactnessCheck:
             # the facts again: the check may have recorded that the step reads counters
             self._profiles.add(self._facts(own))
         assert self._verdict is not None
+        self._verdict = replace(
+            self._verdict, unmergeable=self._unmergeable
+        )  # batches since then may have refuted rules
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
@@ -149,10 +151,7 @@ class ExactnessCheck:
         return is_done
 
     def batch_on_host(self, batch: Any) -> Any:
-        """Return the batch as it is on the host, for rules that read a field.
-
-        The result is None if it is not kept, or cannot be split there.
-        """
+        """Return the batch as it is on the host, for rules that read a field; None if it is not kept, or cannot be split there."""
         return None if self._rules.rows.split is not None else self.host_figures.batch_on_host(batch)
 
     def _facts(self, own: Request) -> frozenset[Fact]:
@@ -274,8 +273,7 @@ class ExactnessCheck:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
         if len(sizes) < 2:
             return False
-        on_host = self.batch_on_host(batch)
-        batch = batch if on_host is None else on_host
+        batch = batch if (on_host := self.batch_on_host(batch)) is None else on_host
         places = zip(starts_of(sizes), sizes, strict=True)
         micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)
@@ -283,8 +281,7 @@ class ExactnessCheck:
     def _new_check(self, asked: Request) -> Check:
         self._runner.allows_batch_norm = asked.allows_batch_norm
         most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
-        ignored = self.host_figures.ignored
-        known = asked.batch, asked.rows, ignored, self._runner.scorings
+        known = asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings
         return Check(
             kwargs=asked.kwargs,
             rules=self._agreed.candidates(*known),
@@ -298,7 +295,7 @@ class ExactnessCheck:
             since=self._last.since(self._trainer.global_step, self._batches),
             micro_batches=asked.micro_batches,
             differing=asked.differing,
-            ignored=ignored,
+            ignored=self.host_figures.ignored,
             least=asked.least,
         )
 
@@ -327,9 +324,8 @@ class ExactnessCheck:
                 found = refusal
         self.host_figures.ignored |= {one.ignore_index for one in self._runner.scorings}
         is_new = self._group.anywhere(not self._runner.scorings <= known)
-        rules = check.rules
         try:
-            return self._group.agreed(found, rules), rules
+            return self._group.agreed(found, check.rules), check.rules
         except SplitError as refusal:  # rules may have lacked the labels that the loss ignores, or its class weights
             if tries == 1 or not is_new or not refusal.is_for_rules:
                 raise

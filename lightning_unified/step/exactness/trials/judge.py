@@ -136,8 +136,10 @@ class Judge:
         if comparison is None or comparison.none_agrees(rules):
             comparison = runs.replayed(rules)
         noise = _DRAWN if comparison.is_drawn else ""
-        if comparison.says_nothing or (found := _agreeing(comparison, rules, of_summands)):
-            return comparison, noise, rules if comparison.says_nothing else found
+        if comparison.says_nothing:
+            return comparison, noise, rules
+        if found := _agreeing(comparison, rules, of_summands):
+            return comparison, noise, found
         if not self._runner.anywhere(bool(comparison.troubles)):
             return comparison, noise, rules
         comparison = runs.without_noise(comparison, rules)

@@ -196,9 +196,9 @@ class TrialRuns:
 
     def _whole(self, draws: DrawMode, *, only: str | None = None) -> Run:
         trial, runner = self._trial, self._runner
-        chosen = {} if only is None else {"only": only}
+        run = runner.run if only is None else partial(runner.run, only=only)
         try:
-            return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws, **chosen)
+            return run(trial.kwargs, trial.rows_from(0, trial.rows), draws)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                 raise
