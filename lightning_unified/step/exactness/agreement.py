@@ -15,10 +15,9 @@ from lightning_unified.step.exactness.losses import (
     LossRule,
     candidates,
     declared,
+    give_other_shares,
     guesses,
     restored,
-    shares,
-    shares_differ,
 )
 
 __all__ = ["AgreedRules", "LastAgreement"]
@@ -65,7 +64,8 @@ class AgreedRules:
         """
         if declared(self._rules) is not None:
             return []
-        found = [*candidates(batch, rows, ignored, scorings), *guesses(batch, rows)]
+        named = candidates(batch, rows, ignored, scorings)
+        found = [*named, *(one.at_least(1.0) for one in named if one.count is not None), *guesses(batch, rows)]
         return [*{rule.name: rule for rule in reversed(found)}.values()][::-1]
 
     def add(self, found: Findings) -> None:
@@ -93,7 +93,7 @@ class AgreedRules:
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""
         own = [one.rules for rule in self.agreeing for one in rule.summands]
-        return any(_give_other_shares(rules, batches, sizes) for rules in (self.agreeing, *own))
+        return any(give_other_shares(rules, batches, sizes) for rules in (self.agreeing, *own))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rules for a checkpoint."""
@@ -106,11 +106,6 @@ class AgreedRules:
             return False
         self.agreeing, self._rejected = [rule for rule in rules if rule is not None], set(state["rejected"])
         return True
-
-
-def _give_other_shares(rules: Sequence[LossRule], batches: Sequence[Any], sizes: Sequence[int]) -> bool:
-    first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in rules)
-    return any(shares_differ(first, other) for other in others)
 
 
 @dataclass(frozen=True, slots=True)

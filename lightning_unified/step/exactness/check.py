@@ -35,9 +35,9 @@ from lightning_unified.step.exactness.facts.progress import ModuleFacts, Outside
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.rows import starts_of
+from lightning_unified.step.exactness.rows import Check, starts_of
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
+from lightning_unified.step.exactness.trials.examination import UNITS, Examination
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.results.merging import MergeTable

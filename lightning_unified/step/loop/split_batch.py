@@ -259,7 +259,7 @@ class SplitBatch:
                 self._see_bends(bends)
             if self._summands is not None:
                 self._summands.require_known()
-        self._merging.settle(self._weighting.weights)
+        self._merging.settle(self._weighting.weights_of_results)
 
     def share(self, index: int) -> float | None:
         """Return the factor of the micro-batch's loss; None if the loss is already its share."""
@@ -267,7 +267,7 @@ class SplitBatch:
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
         """Return the whole batch's result, and write the logs that were held back."""
-        extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights)
+        extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights_of_results)
         loss = self._weighting.loss([output.loss for output in outputs])
         self._outside.finish(outputs, {**extra, "loss": loss})
         return ClosureResult(loss, extra=extra)

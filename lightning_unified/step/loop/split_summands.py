@@ -106,7 +106,7 @@ class SplitSummands:
             index, named = next(iter(unknown.items()))
             raise SplitError(
                 f"the loss of {self._whose} adds up other summands in micro-batch {index} than in all batches that were checked: {named}. So its weights are not "
-                "known. Let the step add up the same summands for any rows, or declare MicroBatchRules(splittable=False) to run batches whole."
+                "known. Let the step add up the same summands for any rows, outside of a compiled function, or declare MicroBatchRules(splittable=False) to run batches whole."
             )
 
 

@@ -4,6 +4,7 @@ from lightning_unified.step.exactness.losses.candidates import candidates, guess
 from lightning_unified.step.exactness.losses.rules import LossRule, SummandRule, declared, likeliest, restored
 from lightning_unified.step.exactness.losses.weighting import (
     Weighting,
+    give_other_shares,
     require_counts,
     share_of,
     shares,
@@ -17,6 +18,7 @@ __all__ = [
     "Weighting",
     "candidates",
     "declared",
+    "give_other_shares",
     "guesses",
     "likeliest",
     "may_count",

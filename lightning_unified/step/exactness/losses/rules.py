@@ -24,6 +24,7 @@ class LossRule:
         count: Returns the number of loss terms of a micro-batch; `None` counts its rows.
         adds: Whether losses add up without weights. `count` is then only the number of terms of a batch in its accumulation window.
         is_guess: Whether nothing but the numbers in a batch speaks for the rule. A check tries it only where no other rule agrees.
+        least: The number of terms that stands for fewer: `loss.sum() / max(terms, 1)` has 1. Only summands have such rules.
         summands: The rules of the loss's summands, each with weights of its own; empty for a loss with one weight. The summands'
             weights make the losses of micro-batches shares, which add up.
     """
@@ -32,6 +33,7 @@ class LossRule:
     count: Callable[[Any], Any] | None = None
     adds: bool = False
     is_guess: bool = False
+    least: float = 0.0
     summands: "tuple[SummandRule, ...]" = ()
 
     @classmethod
@@ -40,22 +42,24 @@ class LossRule:
         named = "; ".join(f"{one.key}: {one.first.name}" for one in summands)
         return cls(f"a weight for each summand ({named})", adds=True, summands=tuple(summands))
 
+    def at_least(self, least: float) -> "LossRule":
+        """Return the rule whose terms are a number at least, as a guess."""
+        return replace(self, name=f"{self.name}, at least {least:g}", least=least, is_guess=True)
+
     @property
     def reads_a_field(self) -> bool:
         """Whether the rule counts the terms by fields, on whatever device these are."""
         return isinstance(self.count, Terms) or any(one.first.reads_a_field for one in self.summands)
 
     @property
-    def has_untold(self) -> bool:
-        """Whether no check has told the rules of a summand from each other."""
-        return any(not one.is_told and len(one.rules) > 1 for one in self.summands)
+    def has_several(self) -> bool:
+        """Whether several rules are left for a summand."""
+        return any(len(one.rules) > 1 for one in self.summands)
 
     def variants(self) -> "list[LossRule]":
         """Return the rules that differ in the weights of summands which no check has told apart; this one alone without such summands."""
-        if not self.has_untold:
-            return [self]
-        choices = [one.rules[:1] if one.is_told else one.rules for one in self.summands]
-        if prod(map(len, choices)) > _MOST_VARIANTS:
+        choices = [one.rules for one in self.summands]
+        if not self.has_several or prod(map(len, choices)) > _MOST_VARIANTS:
             return [self]
         return [
             LossRule.of_summands([replace(one, rules=(rule,)) for one, rule in zip(self.summands, chosen, strict=True)])
@@ -66,10 +70,10 @@ class LossRule:
         """Return this rule without the weights of summands that are in none of these variants."""
         left = [{variant.summands[at].first.name for variant in variants} for at in range(len(self.summands))]
         summands = [
-            one if one.is_told else replace(one, rules=tuple(rule for rule in one.rules if rule.name in names))
+            replace(one, rules=tuple(rule for rule in one.rules if rule.name in names))
             for one, names in zip(self.summands, left, strict=True)
         ]
-        return LossRule.of_summands(summands) if self.has_untold else self
+        return LossRule.of_summands(summands) if self.has_several else self
 
     @property
     def class_weights(self) -> tuple[float, ...]:
@@ -80,7 +84,7 @@ class LossRule:
         """Return the rule for a checkpoint; a declared rule is saved by its name only."""
         terms = asdict(self.count) if isinstance(self.count, Terms) else None
         summands = [one.state_dict() for one in self.summands]
-        return {"name": self.name, "terms": terms, "adds": self.adds, "summands": summands}
+        return {"name": self.name, "terms": terms, "adds": self.adds, "least": self.least, "summands": summands}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +144,7 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
 def _restored(state: dict[str, Any]) -> LossRule:
     count = Terms(**state["terms"]) if state["terms"] else None
     summands = tuple(map(SummandRule.restored, state.get("summands", ())))
-    return LossRule(state["name"], count, adds=state["adds"], summands=summands)
+    return LossRule(state["name"], count, adds=state["adds"], least=state.get("least", 0.0), summands=summands)
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:

@@ -11,7 +11,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses.rules import LossRule, SummandRule
 from lightning_unified.step.results.merging import MicroBatchWeights
 
-__all__ = ["Weighting", "require_counts", "share_of", "shares", "shares_differ", "with_losses"]
+__all__ = ["Weighting", "give_other_shares", "require_counts", "share_of", "shares", "shares_differ", "with_losses"]
 
 _ROUNDING = 1e-9  # largest difference of two equal shares
 
@@ -29,6 +29,8 @@ def shares(rule: LossRule, micro_batches: Sequence[Any], sizes: Sequence[int]) -
     counted = (
         [float(size) for size in sizes] if rule.count is None else [float(rule.count(one)) for one in micro_batches]
     )
+    if rule.least:
+        return [max(count, rule.least) / max(sum(counted), rule.least) for count in counted]
     if not sum(counted):
         counted = [float(size) for size in sizes]
     return [count / sum(counted) for count in counted]
@@ -67,7 +69,9 @@ def _total(values: Sequence[Tensor]) -> Tensor:
 
 def _lacking(rule: LossRule, batches: Sequence[Any]) -> set[int]:
     """Return the micro-batches without terms."""
-    return {index for index, batch in enumerate(batches) if rule.count is not None and not float(rule.count(batch))}
+    if rule.count is None or rule.least:
+        return set()
+    return {index for index, batch in enumerate(batches) if not float(rule.count(batch))}
 
 
 def _shares_of_summand(of: SummandRule, batches: Sequence[Any], rows: Sequence[int]) -> list[float]:
@@ -77,13 +81,19 @@ def _shares_of_summand(of: SummandRule, batches: Sequence[Any], rows: Sequence[i
         SplitError: If several rules may hold for it, and give other factors.
     """
     first = shares(of.first, batches, rows)
-    if not of.is_told and any(shares_differ(first, shares(one, batches, rows)) for one in of.rules[1:]):
+    if any(shares_differ(first, shares(one, batches, rows)) for one in of.rules[1:]):
         raise SplitError(
-            f"the loss has a summand ({of.key}) with few terms: no check had rows that tell whether it is a mean by "
+            f"the loss has a summand ({of.key}) of which no check had rows that tell whether it is weighted by "
             f"{' or by '.join(one.name for one in of.rules)}, which differ for this batch. Run larger micro-batches, or declare "
             "MicroBatchRules(splittable=False) to run batches whole."
         )
     return first
+
+
+def give_other_shares(rules: Sequence[LossRule], batches: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return whether some of these rules weight the micro-batches differently."""
+    first, *others = ([1.0] * len(sizes) if rule.adds else shares(rule, batches, sizes) for rule in rules)
+    return any(shares_differ(first, other) for other in others)
 
 
 def shares_differ(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -118,18 +128,18 @@ class Weighting:
         require_counts(rule, counted)
         self._counted = counted
         terms = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
-        self._weights = MicroBatchWeights(list(rows), terms)
+        self.weights = MicroBatchWeights(list(rows), terms)
         self.summands = {one.key: _shares_of_summand(one, batches, rows) for one in rule.summands}
         """For each summand with a weight of its own, the factors of the micro-batches' summands."""
         self._lacking = {one.key: _lacking(one.first, batches) for one in rule.summands}
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
-    def weights(self) -> MicroBatchWeights:
-        """The micro-batches' weights, by which their results merge."""
+    def weights_of_results(self) -> MicroBatchWeights:
+        """The micro-batches' weights by which their results merge: those of the summands too, after all micro-batches have run."""
         if not self.summands:
-            return self._weights
-        return with_losses(self._weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
+            return self.weights
+        return with_losses(self.weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
 
     def lacks(self, key: str, index: int) -> bool:
         """Return whether a summand has no terms in micro-batch `index`."""
@@ -144,16 +154,16 @@ class Weighting:
     @property
     def terms(self) -> float:
         """The number of loss terms of the whole batch; its rows if terms are not counted."""
-        return sum(self._weights.terms)
+        return sum(self.weights.terms)
 
     def share(self, index: int) -> float | None:
         """Return a micro-batch's share of the batch, 0 to 1; None if losses add up without weights."""
-        return None if self._adds else self._weights.terms[index] / sum(self._weights.terms)
+        return None if self._adds else self.weights.terms[index] / sum(self.weights.terms)
 
     @property
     def shares(self) -> list[float]:
         """The factor of each micro-batch's loss."""
-        found = [self.share(index) for index in range(len(self._weights.terms))]
+        found = [self.share(index) for index in range(len(self.weights.terms))]
         return [1.0 if share is None else share for share in found]
 
     def differs(self, other: "Weighting") -> bool:
@@ -179,7 +189,7 @@ class Weighting:
             SplitError: If some micro-batches with loss terms gave no loss.
         """
         given = [(loss, self.share(index)) for index, loss in enumerate(losses) if loss is not None]
-        if given and len(given) != sum(1 for weight in self._weights.terms if weight):
+        if given and len(given) != sum(1 for weight in self.weights.terms if weight):
             raise SplitError(
                 "training_step returned None for some micro-batches of a batch and a loss for others, so the batch was not split exactly; "
                 'let it return a loss for every micro-batch, or leave micro_batch_size="auto" and raise the budget so that batches run whole.'

@@ -92,7 +92,9 @@ class AllRows:
             rule.narrowed(own) for rule in rules if (own := [one for one in variants[rule.name] if one in fitting])
         ]
         if not self._runner.draws_in_eval:
-            self._learn(results, [one for _, one, _ in runs], weightings[fitting[0].name].weights, tolerance=allowed)
+            self._learn(
+                results, [one for _, one, _ in runs], weightings[fitting[0].name].weights_of_results, tolerance=allowed
+            )
         return agreeing
 
     def _whole(self) -> tuple[Tensor | None, Results]:
@@ -126,7 +128,8 @@ class AllRows:
 def _merged(weighting: Weighting, losses: Sequence[Tensor | None]) -> Tensor | None:
     """Return the whole batch's loss; as in training, micro-batches without a loss term have none."""
     if weighting.summands:
-        return torch.tensor(weighting.weights.loss) if weighting.weights.losses else None
+        weights = weighting.weights_of_results
+        return torch.tensor(weights.loss, dtype=torch.float64) if weights.losses else None
     return weighting.loss([None if weighting.share(index) == 0 else loss for index, loss in enumerate(losses)])
 
 

@@ -270,7 +270,7 @@ def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Se
 
 def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
     """Return whether few micro-batches had gradients, so that several rules may agree by chance."""
-    if rule.has_untold:
+    if any(not one.is_told and len(one.rules) > 1 for one in rule.summands):
         return True
     return sum(not run.gradient.is_zero for run in comparison.split.runs) < 2
 

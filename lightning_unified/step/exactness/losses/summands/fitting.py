@@ -13,6 +13,7 @@ from lightning_unified.step.exactness.losses.weighting import require_counts, sh
 __all__ = ["RunOfSummands", "SummandFit", "are_proportional", "sums_up"]
 
 _CONSTANT = 1e-2  # judgement: rules that differ so much and agree all the same weight a constant
+_COARSE = 1e-3  # tolerances of 16 bits are larger
 _DIVIDED = 1e-4  # relative rounding of a divisor in float32
 
 
@@ -97,14 +98,18 @@ class SummandFit:
             return None if any(run.values.get(key) for run in self._runs) else before
         pool = [*before.rules, *(one for one in candidates if one.name not in names | before.rejected)]
         pool = [one for one in pool if self._factors_of(one) is not None]
-        agreeing = [one for one in pool if not one.is_guess and self._agrees(key, one)]
-        agreeing = agreeing or [replace(one, is_guess=False) for one in pool if one.is_guess and self._agrees(key, one)]
+        tried = [one for one in pool if not one.is_guess]
+        agreeing = [one for one in tried if self._agrees(key, one)]
+        if all(one.adds for one in agreeing) and self._tolerance.relative < _COARSE:  # else guesses agree by chance
+            tried = pool
+            agreeing += [replace(one, is_guess=False) for one in pool if one.is_guess and self._agrees(key, one)]
         if not agreeing:
             return None
-        rejected = before.rejected | {one.name for one in pool} - {one.name for one in agreeing}
-        first = agreeing[0]
-        is_told = self._tells(key)
-        if is_told:  # another one that agrees then weights a constant, or has equal weights here
+        rejected = before.rejected | {one.name for one in tried} - {one.name for one in agreeing}
+        first, is_told = agreeing[0], self._tells(key)
+        if is_told and self._is_constant(key):
+            agreeing = [first]
+        elif is_told:
             agreeing = [one for one in agreeing if not self._differ(first, one)]
         is_divided = self._is_divided(key, first)
         return SummandRule(
@@ -154,6 +159,16 @@ class SummandFit:
                 sum(size > self._tolerance.relative * abs(run.loss) for size, run in zip(sizes, found, strict=True)) > 1
             )
         return sum(not run.gradients[key].says_nothing for run in found) > 1
+
+    def _is_constant(self, key: str) -> bool:
+        """Return whether a summand is the same in all micro-batches, such as a penalty of parameters: all means of it agree then."""
+        whole = self._whole
+        if any(key not in run.values for run in self._runs):
+            return False
+        if any(abs(run.values[key] - whole.values[key]) > _CONSTANT * abs(whole.values[key]) for run in self._runs):
+            return False
+        gradients = [run.gradients[key] for run in self._runs if key in run.gradients]
+        return all(disagreement(whole.gradients[key], [(one, 1.0)], self._tolerance).excess <= 1 for one in gradients)
 
     def _differ(self, one: LossRule, other: LossRule) -> bool:
         first, second = self._factors_of(one) or [], self._factors_of(other) or []
