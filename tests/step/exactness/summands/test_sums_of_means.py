@@ -62,7 +62,7 @@ def test_the_reason_names_each_summand_and_its_weight():
     _, _, trainer = run(Summed, UnifiedStrategy(micro_batch_size=3))
     reason = trainer.strategy.plan.reasons["loss_weight"]
 
-    assert "NllLoss of tokens.bias: scored labels; NllLoss of rows.bias: rows" in reason
+    assert "NllLoss of tokens: scored labels; NllLoss of rows: rows" in reason
 
 
 class Hooked(Pretraining):
@@ -93,8 +93,8 @@ def test_bf16_mixed_precision_stays_within_its_rounding():
 
 
 REFUSED = {
-    summed.Contrastive: r"adds up 2 summands \(NllLoss of tokens.bias, Mean of trunk.bias\)",
-    summed.OfCounts: r"adds up 2 summands \(NllLoss of tokens.bias, NllLoss of rows.bias\)",
+    summed.Contrastive: r"adds up 2 summands \(NllLoss of tokens, Mean of trunk\)",
+    summed.OfCounts: r"adds up 2 summands \(NllLoss of tokens, NllLoss of rows\)",
     summed.Product: "cannot be split exactly",
     summed.Reused: "cannot be split exactly",
 }

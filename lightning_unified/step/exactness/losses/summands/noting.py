@@ -35,9 +35,13 @@ class StepSummands:
         return [] if mode is None else summands_of(loss, mode.values, self._name_of)
 
     def _name_of(self, parameter: Tensor) -> str:
-        """Return the name of a parameter; the same one for all that the module does not own."""
+        """Return the name of the layer that holds a parameter, or of one that the module itself holds.
+
+        A compiled layer may have its parameters in another order. All parameters that the module does not own have the same name.
+        """
         if self._known(parameter) is None:
-            self._names = {id(one): (one, name) for name, one in self._module.named_parameters()}
+            named = self._module.named_parameters()
+            self._names = {id(one): (one, name.rpartition(".")[0] or name) for name, one in named}
         return self._known(parameter) or "another tensor"
 
     def _known(self, parameter: Tensor) -> str | None:

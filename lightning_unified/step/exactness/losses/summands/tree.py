@@ -85,7 +85,7 @@ class Summand:
     """One summand of a loss.
 
     Args:
-        key: A name that is the same in other micro-batches: of its first operation, and of the nearest parameter.
+        key: A name that is the same in other micro-batches: of its first operation, and of the nearest layer with parameters.
         places: The nodes that add it up, each with the index of the input that it is; `WHOLE` for a node that is all of the loss.
         nodes: The nodes that computed it.
         value: Its share of the loss, with constant factors; None where unknown.
@@ -107,7 +107,7 @@ def summands_of(loss: Tensor, values: Mapping[Edge, Tensor], name_of: Callable[[
     Args:
         loss: The loss, before its backward pass.
         values: The scalars that the step computed, by their edges.
-        name_of: Returns the name of a parameter.
+        name_of: Returns the name of the layer that holds a parameter.
     """
     found: list[Summand] = []
     penalties = Summand(_PARAMETERS, [], [], loss.detach().new_zeros(()))
