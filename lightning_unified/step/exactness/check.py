@@ -151,7 +151,7 @@ class ExactnessCheck:
         return is_done
 
     def batch_on_host(self, batch: Any) -> Any:
-        """Return the batch as it is on the host, for rules that read a field; None if it is not kept, or cannot be split there."""
+        """Return the batch as it is on the host, for rules that read a field; None if it cannot be split there."""
         return None if self._rules.rows.split is not None else self.host_figures.batch_on_host(batch)
 
     def _facts(self, own: Request) -> frozenset[Fact]:

@@ -63,7 +63,7 @@ class Tables:
             note_alone(self.written, path)
 
     def weigh_by_summand(self) -> None:
-        """Note that summands of the loss have weights of their own from now on, so that means of its terms are other means."""
+        """Note that summands of the loss have weights of their own from now on."""
         if not self.by_summand:
             self.by_summand = True
             for table in self._inferred.values():

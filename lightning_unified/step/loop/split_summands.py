@@ -49,7 +49,7 @@ class SplitSummands:
         return self._reader.noting()
 
     def weigh(self, index: int, loss: Tensor) -> Tensor:
-        """Let the backward pass of a micro-batch's loss weight each summand, and return the micro-batch's share of the batch's loss."""
+        """Let the backward pass of a micro-batch's loss weight its summands; return its share of the batch's loss."""
         found = self._reader.of(loss)
         if REST not in self._weighting.summands:
             self._rests += [(one.value, loss.detach()) for one in found if one.key == REST and one.value is not None]
@@ -70,7 +70,7 @@ class SplitSummands:
         return self._weighting.note(index, values).to(loss.dtype)
 
     def _keys_of(self, index: int, found: Sequence[Summand]) -> list[str] | None:
-        """Return the key of each summand of a micro-batch in the batch's weighting; None if one is unknown, or one with terms is missing.
+        """Return the keys of a micro-batch's summands; None if one is unknown, or one with terms is missing.
 
         Of summands that are alike, those without terms in this micro-batch may be missing.
         """
@@ -111,7 +111,7 @@ class SplitSummands:
 
 
 def _without_terms(own: Sequence[str], *, has_terms: dict[str, bool]) -> list[str] | None:
-    """Return the keys of summands, some of which are alike, without those that have no terms; None if their number differs."""
+    """Return the keys of alike summands that have terms; None if their number differs."""
     counts: dict[str, int] = {}
     for key in own:
         counts[_kind(key)] = counts.get(_kind(key), 0) + 1

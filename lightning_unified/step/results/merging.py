@@ -6,7 +6,7 @@ have one row, and an F1 score may fit a mean by chance.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,10 +62,9 @@ class MicroBatchWeights:
 
     def of(self, indices: Sequence[int]) -> "MicroBatchWeights":
         """Return the weights of some of the micro-batches."""
-        rows, terms = [self.rows[index] for index in indices], [self.terms[index] for index in indices]
-        if len(indices) < len(self.rows):  # sums over summands need all micro-batches
-            return MicroBatchWeights(rows, terms)
-        return replace(self, rows=rows, terms=terms)
+        if len(indices) == len(self.rows):
+            return self
+        return MicroBatchWeights([self.rows[index] for index in indices], [self.terms[index] for index in indices])
 
 
 def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
@@ -226,12 +225,8 @@ def _figures(whole: Any) -> Sequence[str]:
         return _EXTREMES if whole.numel() > 1 else ()  # "or" and "and"; one flag would fit by chance
     if isinstance(whole, bool):
         return ()
-    if (
-        isinstance(whole, Tensor)
-        and whole.dtype == torch.int64
-        and whole.dim() == 1
-        and 1 < len(whole) <= _MOST_LENGTHS
-    ):
+    is_row = isinstance(whole, Tensor) and whole.dtype == torch.int64 and whole.dim() == 1
+    if is_row and 1 < len(whole) <= _MOST_LENGTHS:
         return (*FIGURES, _SHAPE)
     return FIGURES if isinstance(whole, (int, float, Tensor, np.number)) or _is_numeric(whole) else ()
 
@@ -296,7 +291,7 @@ class MergeTable:
             self.unmergeable.add(path)
 
     def widen(self) -> None:
-        """Let means of the loss's terms be the loss itself, or means of one of its summands: these have weights of their own now."""
+        """Let means of the loss's terms also be the loss itself, or means of one of its summands."""
         self._fits = {
             path: rules | {AS_LOSS, *OF_SUMMANDS} if "mean" in rules else rules for path, rules in self._fits.items()
         }

@@ -57,7 +57,7 @@ class LossRule:
         return any(len(one.rules) > 1 for one in self.summands)
 
     def variants(self) -> "list[LossRule]":
-        """Return the rules that differ in the weights of summands which no check has told apart; this one alone without such summands."""
+        """Return one rule for each choice among the weights of summands that no check has told apart."""
         choices = [one.rules for one in self.summands]
         if not self.has_several or prod(map(len, choices)) > _MOST_VARIANTS:
             return [self]

@@ -51,7 +51,7 @@ def with_losses(
 
 
 def share_of(values: Mapping[str, Tensor], factors: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's loss and its share of the batch's, given the values of its summands and their factors.
+    """Return a micro-batch's loss and its share of the batch's, given its summands and their factors.
 
     A summand without a term may be 0 / 0; it adds nothing to the share.
     """
@@ -136,7 +136,7 @@ class Weighting:
 
     @property
     def weights_of_results(self) -> MicroBatchWeights:
-        """The micro-batches' weights by which their results merge: those of the summands too, after all micro-batches have run."""
+        """The weights by which results merge, after all micro-batches have run: those of the summands too."""
         if not self.summands:
             return self.weights
         return with_losses(self.weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])

@@ -169,7 +169,7 @@ class Comparison:
         return self.known[rule.name]
 
     def _off_by_summands(self, rule: LossRule) -> Disagreement | None:
-        """Return the largest difference of gradients if each summand has the weights of its rule; None where it has none."""
+        """Return the largest difference of gradients under a rule with weights for each summand; None without."""
         runs = self.summands
         keys = {one.key for one in rule.summands}
         if runs is None or any(not keys.issuperset(run.values) for run in runs):
@@ -184,7 +184,7 @@ class Comparison:
 
     @cached_property
     def names_of_summands(self) -> Sequence[str]:
-        """The names of the summands of the loss of all rows that have a gradient; none where they may have no weights of their own."""
+        """The names of the summands with a gradient; none where they may have no weights of their own."""
         if not self.reads_summands or self.split.scaled is None:
             return ()
         return [one.key for one in self.repeated("").summands if one.key != REST]

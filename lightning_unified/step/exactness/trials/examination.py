@@ -291,7 +291,7 @@ class Examination:
         return found
 
     def _is_open(self, check: Check, rule: LossRule) -> bool:
-        """Return whether the rules that are left for a summand of the loss differ for the micro-batches of this batch."""
+        """Return whether the rules that are left for a summand of the loss differ for this batch."""
         sizes, parts = self._parts(check)
         return any(give_other_shares(one.rules, parts, sizes) for one in rule.summands)
 

@@ -126,7 +126,7 @@ class Judge:
     def _compared(
         self, runs: TrialRuns, rules: Sequence[LossRule], of_summands: Sequence[LossRule], *, is_quiet: bool
     ) -> tuple[Comparison, str, Sequence[LossRule]]:
-        """Compare without draws, with replayed or constant ones; return what to say of them too, and the rules that are left.
+        """Compare without draws, with replayed or constant ones; return a note on them and the rules left too.
 
         Where no rule agrees, but one with a weight for each summand of the loss does, that one is left.
         """
@@ -254,7 +254,7 @@ def _allowed(excess: float, comparison: Comparison, runs: TrialRuns, *, is_late:
 
 
 def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Sequence[LossRule]) -> Sequence[LossRule]:
-    """Return the rules if one of them agrees; else a rule with a weight for each summand of the loss, if one does.
+    """Return the rules if one of them agrees; else one with a weight for each summand of the loss.
 
     The latter keeps of its known weights those that agree here too.
     """

@@ -77,7 +77,7 @@ class SummandFit:
         self._factors: dict[str, list[float] | None] = {}
 
     def rule(self, candidates: Sequence[LossRule], known: LossRule | None) -> LossRule | None:
-        """Return the rule of the loss, with the rules that agree for each summand; None if none does for some summand.
+        """Return the rule of the loss, with those that agree for each summand; None if none does for one.
 
         Args:
             candidates: The rules to try.
@@ -161,7 +161,7 @@ class SummandFit:
         return sum(not run.gradients[key].says_nothing for run in found) > 1
 
     def _is_constant(self, key: str) -> bool:
-        """Return whether a summand is the same in all micro-batches, such as a penalty of parameters: all means of it agree then."""
+        """Return whether a summand is the same in all micro-batches, such as a penalty of parameters."""
         whole = self._whole
         if any(key not in run.values for run in self._runs):
             return False

@@ -211,7 +211,7 @@ def _inputs_of(node: Any, factor: Any) -> list[tuple[Any, int, Any]] | None:
             return None
         factors = own if factors is None else factors * own
         below = next(before for before, _ in below.next_functions if before is not None)
-    sizes, inputs = getattr(node, "_saved_self_sym_sizes", ()), [] if below is None else below.next_functions
+    sizes, inputs = saved(node, "self_sym_sizes") or (), [] if below is None else below.next_functions
     if tuple(sizes) != (len(inputs),) or not inputs:
         return None
     factor = factor / len(inputs) if name in _MEANS else factor
@@ -290,5 +290,5 @@ def _divisor_of(node: Any) -> Any:
                 return divisor
             return divisor * total if isinstance(total, Tensor) else None
         if name == "MeanBackward0":
-            return divisor * float(node._saved_self_sym_numel)
+            return divisor * float(saved(node, "self_sym_numel"))
     return divisor if has_factor and name in _SUMS else None

@@ -57,9 +57,9 @@ class NoteScalars(BaseTorchFunctionMode):
 
 
 def _is_scalar(result: Tensor) -> bool:
-    if torch.compiler.is_compiling() or in_a_transform() or result.layout != torch.strided:
+    if torch.compiler.is_compiling() or in_a_transform() or result.layout != torch.strided or result.is_nested:
         return False
-    return not result.is_nested and result.numel() == 1 and not result.is_complex() and not result.is_meta
+    return result.numel() == 1 and not (result.is_complex() or result.is_meta)
 
 
 @contextmanager
