@@ -1,4 +1,4 @@
-"""Losses of several summands in training: recovery, resumed runs, a gradient scaler, compiled blocks, two ranks."""
+"""Losses of several summands in training: recovery, a scaler, compiled blocks, two ranks."""
 
 import copy
 

@@ -13,7 +13,7 @@ NONE = torch.tensor(-100)
 
 
 def loader(seed=0, *, rows=40, size=16, sparse=False, dtype=torch.float64):
-    """Return batches of sequences with scored tokens, a class, a rare class and two masks; the last batch is short.
+    """Return batches of sequences with scored tokens, classes and two masks; the last batch is short.
 
     With `sparse`, one of four rows has a rare class, and the mask `second` is 0 for the first seven rows of each batch.
     """
