@@ -131,7 +131,9 @@ class DeviceGradientCheck:
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         ours = self._gradient(kwargs, key, apply_to_collection(own, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
-        sizes = split_rows(rows, micro_batch_size=max(-(-rows // _SLICES), unit), unit=unit)
+        # one weight cannot join the slices of a loss whose summands have their own
+        most = rows if self._policy.splits.loss_rule.summands else max(-(-rows // _SLICES), unit)
+        sizes = split_rows(rows, micro_batch_size=most, unit=unit)
         slices = [self._splitter.split(batch, *span, rows=of) for span in bounds(sizes)]
         weighting = Weighting(self._policy.splits.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]

@@ -15,10 +15,9 @@ from lightning_unified.step.exactness.losses import (
     LossRule,
     candidates,
     declared,
+    give_other_shares,
     guesses,
     restored,
-    shares,
-    shares_differ,
 )
 
 __all__ = ["AgreedRules", "LastAgreement"]
@@ -56,10 +55,28 @@ class AgreedRules:
         open_ = (one for name, one in known.items() if name not in self._rejected or one.class_weights in present)
         return sorted(open_, key=lambda one: one.is_guess)
 
+    def of_summands(
+        self, batch: Any, rows: int, ignored: Collection[int] = (), scorings: Collection[Scoring] = ()
+    ) -> list[LossRule]:
+        """Return the loss rules that may hold for a summand of the loss, whether or not they may for all of it.
+
+        There are none if the module declares a rule. The arguments are those of `candidates`.
+        """
+        if declared(self._rules) is not None:
+            return []
+        named = candidates(batch, rows, ignored, scorings)
+        found = [*named, *(one.at_least(1.0) for one in named if one.count is not None), *guesses(batch, rows)]
+        return [*{rule.name: rule for rule in reversed(found)}.values()][::-1]
+
     def add(self, found: Findings) -> None:
         """Record the findings of a conclusive check."""
         self._rejected |= found.rejected
         self.agreeing = [replace(rule, is_guess=False) for rule in found.agreeing]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether several rules are left for the loss, or for one of its summands."""
+        return len(self.agreeing) > 1 or any(len(one.rules) > 1 for rule in self.agreeing for one in rule.summands)
 
     @property
     def first(self) -> str:
@@ -75,8 +92,8 @@ class AgreedRules:
 
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""
-        first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in self.agreeing)
-        return any(shares_differ(first, other) for other in others)
+        own = [one.rules for rule in self.agreeing for one in rule.summands]
+        return any(give_other_shares(rules, batches, sizes) for rules in (self.agreeing, *own))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rules for a checkpoint."""

@@ -35,9 +35,9 @@ from lightning_unified.step.exactness.facts.progress import ModuleFacts, Outside
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.rows import starts_of
+from lightning_unified.step.exactness.rows import Check, starts_of
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
+from lightning_unified.step.exactness.trials.examination import UNITS, Examination
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.results.merging import MergeTable
@@ -98,8 +98,7 @@ class ExactnessCheck:
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None  # the last batch of which a process of the group checked its own
-        self._own_checked_at: int | None = None
-        self._own_checked = range(0)  # the rows of that check
+        self._own_checked_at, self._own_checked = -1, range(0)  # this process's own, and the rows of that check
         self._remembered: dict[str, Any] | None = None
 
     def verdict(self, own: Request, *, batch_idx: int) -> Verdict:
@@ -123,6 +122,9 @@ class ExactnessCheck:
             # the facts again: the check may have recorded that the step reads counters
             self._profiles.add(self._facts(own))
         assert self._verdict is not None
+        self._verdict = replace(
+            self._verdict, unmergeable=self._unmergeable
+        )  # batches since then may have refuted rules
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
@@ -149,10 +151,7 @@ class ExactnessCheck:
         return is_done
 
     def batch_on_host(self, batch: Any) -> Any:
-        """Return the batch as it is on the host, for rules that read a field.
-
-        The result is None if it is not kept, or cannot be split there.
-        """
+        """Return the batch as it is on the host, for rules that read a field; None if it cannot be split there."""
         return None if self._rules.rows.split is not None else self.host_figures.batch_on_host(batch)
 
     def _facts(self, own: Request) -> frozenset[Fact]:
@@ -256,7 +255,7 @@ class ExactnessCheck:
 
     @property
     def _unmergeable(self) -> tuple[str, ...]:
-        return tuple(sorted(set(self.tables.unmergeable)))
+        return tuple(sorted({*self.tables.unmergeable}))
 
     def _is_due(self, own: Request) -> bool:
         number, verdict = self._batches, self._verdict
@@ -267,14 +266,13 @@ class ExactnessCheck:
             return self._checked_at != number and self._undecided < _RETRIES
         if 0 < self._thin < _THIN and self._checked_at != number:
             return True
-        return len(self._agreed.agreeing) > 1 and self._is_ambiguous(own.batch, own.sizes)
+        return self._agreed.are_several and self._is_ambiguous(own.batch, own.sizes)
 
     def _is_ambiguous(self, batch: Any, sizes: Sequence[int]) -> bool:
         """Return whether rules that agreed so far weight this batch's micro-batches differently."""
         if len(sizes) < 2:
             return False
-        on_host = self.batch_on_host(batch)
-        batch = batch if on_host is None else on_host
+        batch = batch if (on_host := self.batch_on_host(batch)) is None else on_host
         places = zip(starts_of(sizes), sizes, strict=True)
         micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
         return self._agreed.give_other_shares(micro_batches, sizes)
@@ -282,9 +280,11 @@ class ExactnessCheck:
     def _new_check(self, asked: Request) -> Check:
         self._runner.allows_batch_norm = asked.allows_batch_norm
         most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
+        known = asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings
         return Check(
             kwargs=asked.kwargs,
-            rules=self._agreed.candidates(asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings),
+            rules=self._agreed.candidates(*known),
+            of_summands=self._agreed.of_summands(*known),
             rows=asked.rows,
             unit=asked.unit,
             micro_batch_size=asked.micro_batch_size,

@@ -1,6 +1,8 @@
 """Choose the rows that a check runs, and split them into unequal micro-batches."""
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.facts.fields import named_tensors
 from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_rows, size_and_sign_of
+from lightning_unified.step.exactness.losses import LossRule
 
-__all__ = ["splits_of", "starts_of", "window", "windows_over"]
+__all__ = ["Check", "splits_of", "starts_of", "window", "windows_over"]
 
 _OF_TWO = {7: [[2, 2, 3], [3, 2, 2]], 8: [[2, 3, 3], [2, 2, 4]]}  # three unequal ones of two units or more do not fit
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
@@ -128,3 +131,68 @@ def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int)
     rows = starts[:, None] + np.arange(size)
     is_first = before[rows] < starts[:, None]
     return ((1.0 + 1.0 / counts[codes])[rows] * is_first).sum(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The arguments of one check.
+
+    Args:
+        kwargs: The arguments of `training_step`, the batch first.
+        rules: The loss rules that may hold.
+        rows: The number of rows of the batch.
+        unit: The number of rows that a split keeps together.
+        micro_batch_size: The rows of the largest micro-batch.
+        most: The largest number of units to run.
+        number: The number of earlier checks. Consecutive checks split the rows differently.
+        is_first: Whether no check was conclusive yet, or all were thin. The rows are then split in two ways, and also run with dropout.
+        since: A sentence for a refusal: which batches were split before.
+        micro_batches: The rows of each micro-batch in training; empty where unknown.
+        differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
+        ignored: Labels that losses ignore.
+        least: The fewest units of a micro-batch.
+        of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
+    """
+
+    kwargs: "OrderedDict[str, Any]"
+    rules: Sequence[LossRule]
+    rows: int
+    unit: int
+    micro_batch_size: int
+    most: int
+    number: int
+    is_first: bool
+    since: str
+    micro_batches: Sequence[int] = ()
+    differing: range = range(0)
+    ignored: Collection[int] = (IGNORED,)
+    least: int = 1
+    of_summands: Sequence[LossRule] = ()
+
+    @property
+    def batch(self) -> Any:
+        """The whole batch."""
+        return next(iter(self.kwargs.values()))
+
+    def split(self, units: int, *, other: bool = False) -> list[int]:
+        """Return the rows of each micro-batch for `units` units.
+
+        Args:
+            units: The number of units to split.
+            other: Whether to return another split, if there is one.
+        """
+        splits = splits_of(units, least=self.least)
+        return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
+
+    def starts(self, size: int) -> list[int]:
+        """Return the first row of each window of `size` rows that is to run.
+
+        It is one window, or as many as hold all differing rows.
+        """
+        if self.differing:
+            return windows_over(self.differing, rows=self.rows, size=size)
+        return [self.window(size)]
+
+    def window(self, size: int) -> int:
+        """Return the first of `size` neighbouring rows whose data differ most."""
+        return window(self.batch, rows=self.rows, size=size, unit=self.unit, ignored=self.ignored)

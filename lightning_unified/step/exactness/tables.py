@@ -25,6 +25,7 @@ class Tables:
         sized: The paths of dicts to which micro-batches add entries under their own number of rows.
         varying: The paths of state that equal runs write differently, such as times.
         redrawn: The paths of state that have been compared with that of a run with other random draws.
+        by_summand: Whether summands of the loss have weights of their own.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -36,6 +37,7 @@ class Tables:
     sized: set[str] = field(default_factory=set)
     varying: set[str] = field(default_factory=set)
     redrawn: set[str] = field(default_factory=set)
+    by_summand: bool = False
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -62,6 +64,13 @@ class Tables:
             self.sized.add(owner_of(path))
             note_alone(self.written, path)
 
+    def weigh_by_summand(self) -> None:
+        """Note that summands of the loss have weights of their own from now on."""
+        if not self.by_summand:
+            self.by_summand = True
+            for table in self._inferred.values():
+                table.widen()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the inferred rules, for a checkpoint."""
         tables = {name: table.state_dict() for name, table in self._inferred.items()}
@@ -71,6 +80,7 @@ class Tables:
             "sized": sorted(self.sized),
             "varying": sorted(self.varying),
             "redrawn": sorted(self.redrawn),
+            "by_summand": self.by_summand,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -79,6 +89,7 @@ class Tables:
             table.load_state_dict(state["tables"][name])
         self.joins, self.sized = dict(state["joins"]), set(state.get("sized", ()))
         self.varying, self.redrawn = set(state.get("varying", ())), set(state.get("redrawn", ()))
+        self.by_summand = state.get("by_summand", False)
 
 
 def owner_of(path: str) -> str:

@@ -94,7 +94,7 @@ class Verdict:
     def under(self, rule: LossRule | None) -> "Verdict":
         """Return this verdict with the first rule that also gives the loss of all rows; None keeps the rule."""
         if rule is None or rule.name == self.rule.name:
-            return self
+            return self if rule is None else replace(self, rule=rule)
         return replace(self, rule=rule, reason=f"{rule.name}: losses of all rows of a batch, whole and split, agree")
 
 

@@ -19,12 +19,14 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.decisions import BatchDecisions, Decisions
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
-from lightning_unified.step.exactness.losses import Weighting, shares_differ
+from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.losses.summands import StepSummands
 from lightning_unified.step.exactness.verdict import Passes, batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.loop.split_results import SplitResults
+from lightning_unified.step.loop.split_summands import SplitSummands
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.undone_run import parameters_of_step
 from lightning_unified.step.results.merging import MergeTable
@@ -76,7 +78,7 @@ class CheckedSplitter:
         self._encoders = encoders_of(trainer, policy, "fit")
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._fits, self._note_check = fits, note_check
-        self._moves_by_hook = _moves_by_hook(trainer)
+        self._moves_by_hook, self._summands = _moves_by_hook(trainer), StepSummands(trainer.lightning_module)
         self._group, self._decisions = CheckGroup(), Decisions(trainer.lightning_module)
         self.before_refusal: Callable[[], None] = lambda: None
         self.check = self._new_check()
@@ -144,6 +146,7 @@ class CheckedSplitter:
             self.splitter.require_rows(batch, shape.rows)
             self._require_exact(kwargs, shape, batch_idx=batch_idx)
             policy.splits.has_idle_norms = checks_norms
+            split = self._micro_batches(kwargs, shape, rows)
         except SplitError as refusal:
             self.before_refusal()
             if policy.sizing.goes_whole(refusal):
@@ -154,7 +157,7 @@ class CheckedSplitter:
                 "the hook on_before_backward runs",
                 "What it logs is merged; keep other state of losses in on_train_batch_end.",
             )
-        return self._micro_batches(kwargs, shape, rows)
+        return split
 
     def _micro_batches(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: list[int]) -> SplitBatch:
         key, batch = next(iter(kwargs.items()))
@@ -173,6 +176,7 @@ class CheckedSplitter:
         return SplitBatch(
             [partial(self._step, OrderedDict(kwargs, **{key: one})) for one in micro_batches],
             used,
+            summands=self._split_summands(used),
             merging=SplitResults(
                 self.check.tables,
                 results=self._trainer.fit_loop.epoch_loop._results,
@@ -194,6 +198,11 @@ class CheckedSplitter:
             decisions=BatchDecisions(self._decisions),
             reads_gradients=splits.passes.reads_gradients,
         )
+
+    def _split_summands(self, weighting: Weighting) -> SplitSummands | None:
+        """Return what weights the summands of the loss; None if the loss has one weight."""
+        rule, whose = self._policy.splits.loss_rule, type(self._trainer.lightning_module).__name__
+        return SplitSummands(self._summands, weighting, rule, whose=whose) if rule.summands else None
 
     def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:
         """Return the weights of micro-batches.
@@ -229,7 +238,7 @@ class CheckedSplitter:
             raise SplitError(_OTHER_PASSES)
         if name == rule:
             return
-        if shares_differ(used.shares, weighting().shares):
+        if used.differs(weighting()):
             if repeats:
                 raise ReweightedError
             raise SplitError(
@@ -302,6 +311,11 @@ class CheckedSplitter:
             self._find_rule(kwargs, shape, batch_idx=batch_idx)
         if shape is None and not is_declared:
             return 1.0
+        if self._policy.splits.loss_rule.summands and not is_declared:
+            raise ConfigurationError(
+                f'window_mean="terms" needs the number of loss terms of a batch, and the loss of {type(self._trainer.lightning_module).__name__} is a sum of '
+                'means over different terms: give loss_weight and loss_is_sum=True, or leave window_mean="batches".'
+            )
         rows = 1 if shape is None else shape.rows
         rule = replace(self._policy.splits.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms

@@ -19,6 +19,7 @@ from lightning_unified.step.exactness.parameters.earlier_gradients import copies
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.small_parameters import SmallParameters
 from lightning_unified.step.loop.split_results import SplitResults
+from lightning_unified.step.loop.split_summands import SplitSummands
 from lightning_unified.step.results.kept_gradients import awaits_gradient
 from lightning_unified.step.split.containers import tensors_in
 
@@ -82,6 +83,7 @@ class SplitBatch:
         see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
+        summands: Weights the summands of the loss, if each has weights of its own.
         levels: The levels of logged and returned numbers in the batches before.
         decisions: Runs the steps, and notes how they decide by values.
         reads_gradients: Whether the step reads gradients of the batch before, of which each micro-batch then gets copies.
@@ -101,6 +103,7 @@ class SplitBatch:
         levels: Levels,
         decisions: BatchDecisions,
         reads_gradients: bool = False,
+        summands: SplitSummands | None = None,
     ) -> None:
         self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
@@ -111,7 +114,7 @@ class SplitBatch:
         self._small = SmallParameters(self._parameters if is_checked else ())
         self._others: list[tuple[Tensor, Tensor | None]] = []
         self._returned: list[tuple[Tensor, Tensor]] = []
-        self._index, self._reads_gradients = 0, reads_gradients
+        self._index, self._reads_gradients, self._summands = 0, reads_gradients, summands
         self._earlier: Sequence[Tensor | None] = ()
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
@@ -121,6 +124,8 @@ class SplitBatch:
         self._others = [(leaf, None if leaf.grad is None else leaf.grad.clone()) for leaf in others]
         self._earlier = copies_of_gradients(self._parameters) if self._reads_gradients else ()
         self._merging.begin()
+        if self._summands is not None:
+            self._summands.begin()
         self._outside.begin()
         self._small.begin()
         self._graph: GraphFact | None = None
@@ -143,9 +148,12 @@ class SplitBatch:
         with self._merging.micro_batch(index), self._gradients_aside(index, in_window=in_window):
             if index == 1 and self._is_checked:
                 self._see_graph(self._graph)
-            with self._outside.micro_batch(index):
+            noting = nullcontext() if self._summands is None else self._summands.noting()
+            with self._outside.micro_batch(index), noting:
                 output = self._decisions.run(index, self._steps[index])
         self._note(index, output)
+        if self._summands is not None and output.closure_loss is not None:
+            output.loss = self._summands.weigh(index, output.closure_loss)
         lacks_terms = output.closure_loss is not None and self._weighting.has_loss_of_nothing(
             index, output.closure_loss
         )
@@ -245,17 +253,21 @@ class SplitBatch:
             bends.add_parameters(places)
             weights = self._weighting.weights
             bends.add_decided(self._decisions.facts([*zip(weights.terms, weights.rows, strict=True)]))
+            for index in [] if self._summands is None else [*self._summands.unknown(), *self._summands.lacking()]:
+                bends.add_lacking(index)
             with self._merging.state_before(), self._small.as_before() if places else nullcontext():
                 self._see_bends(bends)
-        self._merging.settle(self._weighting.weights)
+            if self._summands is not None:
+                self._summands.require_known()
+        self._merging.settle(self._weighting.weights_of_results)
 
     def share(self, index: int) -> float | None:
         """Return the factor of the micro-batch's loss; None if the loss is already its share."""
-        return self._weighting.share(index)
+        return self._weighting.share(index) if self._summands is None else 1.0
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
         """Return the whole batch's result, and write the logs that were held back."""
-        extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights)
+        extra = self._merging.finish([output.extra for output in outputs], self._weighting.weights_of_results)
         loss = self._weighting.loss([output.loss for output in outputs])
         self._outside.finish(outputs, {**extra, "loss": loss})
         return ClosureResult(loss, extra=extra)

@@ -20,6 +20,7 @@ from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches
+from lightning_unified.step.results.of_summands import AS_LOSS
 from lightning_unified.step.results.state.written import WrittenOverMicroBatches
 from lightning_unified.step.results.trees import all_values, merge_tree, undecided_paths
 from lightning_unified.step.undo import StateWatch
@@ -202,6 +203,10 @@ class SplitResults:
         rule, declared = tables.logs.rule(path), _declared(call)
         if declared in tables.logs.all_rules(path):
             rule = declared  # of several rules that fit so far
+        if (
+            weights.summands and rule is None and not tables.logs.knows(path)
+        ):  # a hook logs it, such as `on_before_backward`
+            rule = AS_LOSS
         try:
             is_given = path in tables.logs.given
             if by_size is not None and not is_given and rule != "equal" and tables.sized_logs.rule(path) == "mean":
@@ -220,10 +225,7 @@ def _is_value_of_step(key: LogKey, call: Logged) -> bool:
 
 def _weights_of(call: Logged, weights: MicroBatchWeights) -> tuple[MicroBatchWeights, MicroBatchWeights | None]:
     """Return the weights of the micro-batches that logged a value, and those by its `batch_size`."""
-    own = MicroBatchWeights(
-        [weights.rows[index] for index in call.micro_batches],
-        [weights.terms[index] for index in call.micro_batches],
-    )
+    own = weights.of(call.micro_batches)
     if any(size is None for size in call.batch_sizes):
         return own, None
     return own, MicroBatchWeights(own.rows, [float(size) for size in call.batch_sizes])

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.results.kept_gradients import gradients_of
+from lightning_unified.step.results.of_summands import AS_LOSS, OF_SUMMANDS, addends, as_loss, rules_of_summands
 from lightning_unified.step.results.sameness import same, size_of
 from lightning_unified.step.split.containers import is_sequence
 
@@ -25,11 +26,20 @@ Rule = str | Callable[[list[Any], list[int]], Any]
 
 CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
-_SUMS = ("mean", "mean of rows", "sum")
+_SUMS = ("mean", "mean of rows", "sum", *OF_SUMMANDS)
 _EXTREMES = ("max", "min")
 LAST = "last"  # noted for values that equal runs write differently, such as times
 _SHAPE = "shape"  # of lengths in a tensor: rows add up, and the others are equal
-_ORDER = (LAST, "as written", "equal", *CONCATENATIONS, *FIGURES, _SHAPE)  # of several fitting rules the first is used
+_ORDER = (
+    LAST,
+    "as written",
+    "equal",
+    *CONCATENATIONS,
+    *FIGURES,
+    AS_LOSS,
+    *OF_SUMMANDS,
+    _SHAPE,
+)  # of several fitting rules the first is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +49,22 @@ class MicroBatchWeights:
     Args:
         rows: The rows of each micro-batch.
         terms: The loss terms of each; its rows where nothing else is known.
+        summands: For each summand of the loss with a weight of its own, the factors of the micro-batches' summands.
+        losses: The micro-batches' losses, if such summands weigh them; else none.
+        loss: The whole batch's loss then.
     """
 
     rows: Sequence[int]
     terms: Sequence[float]
+    summands: Sequence[Sequence[float]] = ()
+    losses: Sequence[float] = ()
+    loss: float = 0.0
+
+    def of(self, indices: Sequence[int]) -> "MicroBatchWeights":
+        """Return the weights of some of the micro-batches."""
+        if len(indices) == len(self.rows):
+            return self
+        return MicroBatchWeights([self.rows[index] for index in indices], [self.terms[index] for index in indices])
 
 
 def merged(rule: Rule, values: Sequence[Any], weights: MicroBatchWeights) -> Any:
@@ -110,6 +132,8 @@ def _figure(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
             stacked = torch.stack(list(values))
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
         return (max if rule == "max" else min)(values)
+    if rule == AS_LOSS:
+        return as_loss(values, weights.losses, weights.loss)
     total = _total(_summands(rule, values, weights))
     # NumPy's arithmetic makes a number of an array without dimensions, such as `loss.detach().numpy()`
     return np.asarray(total) if isinstance(values[0], np.ndarray) else total
@@ -119,6 +143,8 @@ def _summands(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> S
     """Return the numbers that a sum or a mean of `values` adds up."""
     if rule == "sum":
         return values
+    if rule in OF_SUMMANDS:
+        return addends(rule, values, weights.summands)
     counts = weights.terms if rule == "mean" else weights.rows
     pairs = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     if not pairs:
@@ -157,7 +183,7 @@ def fitting(values: Sequence[Any], whole: Any, weights: MicroBatchWeights, *, to
         return frozenset()
     values, whole = [_near(value) for value in values], _near(whole)
     fits = {"equal"} if all(same(value, whole) for value in values) else set()
-    for rule in (*_concatenations(values, whole), *_figures(whole)):
+    for rule in (*_concatenations(values, whole), *_figures(whole), *rules_of_summands(whole, len(weights.summands))):
         try:
             result = merged(rule, values, weights)
         except SplitError:
@@ -199,12 +225,8 @@ def _figures(whole: Any) -> Sequence[str]:
         return _EXTREMES if whole.numel() > 1 else ()  # "or" and "and"; one flag would fit by chance
     if isinstance(whole, bool):
         return ()
-    if (
-        isinstance(whole, Tensor)
-        and whole.dtype == torch.int64
-        and whole.dim() == 1
-        and 1 < len(whole) <= _MOST_LENGTHS
-    ):
+    is_row = isinstance(whole, Tensor) and whole.dtype == torch.int64 and whole.dim() == 1
+    if is_row and 1 < len(whole) <= _MOST_LENGTHS:
         return (*FIGURES, _SHAPE)
     return FIGURES if isinstance(whole, (int, float, Tensor, np.number)) or _is_numeric(whole) else ()
 
@@ -270,6 +292,12 @@ class MergeTable:
         if path not in self.given:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)
+
+    def widen(self) -> None:
+        """Let means of the loss's terms also be the loss itself, or means of one of its summands."""
+        self._fits = {
+            path: rules | {AS_LOSS, *OF_SUMMANDS} if "mean" in rules else rules for path, rules in self._fits.items()
+        }
 
     def drop(self, path: str, rules: Collection[str]) -> bool:
         """Leave out inferred rules for `path`; return whether no other rule is left."""

@@ -87,10 +87,7 @@ class MetricsOverMicroBatches:
                 set_metric_state(metric, self._before[path])
                 continue
             states = [state for state in self._states[path] if state]
-            own = MicroBatchWeights(
-                [weights.rows[index] for index in indices], [weights.terms[index] for index in indices]
-            )
-            set_metric_state(metric, self._merged(path, metric, states, own))
+            set_metric_state(metric, self._merged(path, metric, states, weights.of(indices)))
             _join(metric, self._before[path])
         for twin in self._twinned:
             twin.finish()

@@ -2,12 +2,13 @@
 
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["GraphFact", "graph_fact", "graph_near", "stop_gradients"]
+__all__ = ["GraphFact", "graph_fact", "graph_near", "stop_gradients", "stop_nodes"]
 
 GraphFact = tuple[str, str, int]
 
@@ -46,7 +47,12 @@ def stop_gradients(loss: Tensor) -> None:
 
     Such a loss may be 0 / 0, whose gradient is not finite even where it is multiplied by zero. The division is near the loss.
     """
-    for node in graph_near(loss)[1]:
+    stop_nodes(graph_near(loss)[1])
+
+
+def stop_nodes(nodes: Iterable[Any]) -> None:
+    """Let no other gradient than zero leave nodes of autograd's graph."""
+    for node in nodes:
         node.register_hook(_zeros)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, Weighting
+from lightning_unified.step.exactness.losses.summands import REST, Summand
 from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.learning import (
     entries_by_rows,
@@ -65,8 +66,11 @@ class AllRows:
             SplitError: If no rule does, or the micro-batches write other state than the whole batch.
         """
         whole, results = self._whole()
-        runs = [self._runner.without_gradients(self._kwargs, one) for one in self._micro_batches]
-        losses = [loss for loss, _ in runs]
+        by_summand = any(rule.summands for rule in rules)
+        runs = [
+            self._runner.without_gradients(self._kwargs, one, reads_summands=by_summand) for one in self._micro_batches
+        ]
+        losses = [loss for loss, _, _ in runs]
         parts = [one for one in losses if one is not None]
         if whole is None or len(parts) < len(losses) or not torch.stack([whole, *parts]).isfinite().all():
             return list(rules)
@@ -75,17 +79,27 @@ class AllRows:
             *(one.dtype for one in self._runner.module.parameters() if one.is_floating_point()),
         }
         allowed = Tolerance.of(formats).relative
-        weightings = {rule.name: Weighting(rule, self._micro_batches, self._sizes) for rule in rules}
+        variants = {rule.name: rule.variants() for rule in rules}
+        tried = [one for own in variants.values() for one in own]
+        weightings = {rule.name: Weighting(rule, self._micro_batches, self._sizes) for rule in tried}
+        for weighting in weightings.values():
+            _note_summands(weighting, [summands for _, _, summands in runs])
         merged = {name: _merged(weighting, losses) for name, weighting in weightings.items()}
-        agreeing = [rule for rule in rules if _agree(merged[rule.name], whole, parts, allowed)]
-        if not agreeing:
+        fitting = [rule for rule in tried if _agree(merged[rule.name], whole, parts, allowed)]
+        if not fitting:
             raise self._refusal(whole, merged)
+        agreeing = [
+            rule.narrowed(own) for rule in rules if (own := [one for one in variants[rule.name] if one in fitting])
+        ]
         if not self._runner.draws_in_eval:
-            self._learn(results, [one for _, one in runs], weightings[agreeing[0].name].weights, tolerance=allowed)
+            self._learn(
+                results, [one for _, one, _ in runs], weightings[fitting[0].name].weights_of_results, tolerance=allowed
+            )
         return agreeing
 
     def _whole(self) -> tuple[Tensor | None, Results]:
-        return self._runner.without_gradients(self._kwargs, next(iter(self._kwargs.values())))
+        loss, results, _ = self._runner.without_gradients(self._kwargs, next(iter(self._kwargs.values())))
+        return loss, results
 
     def _learn(self, whole: Results, runs: Sequence[Results], weights: MicroBatchWeights, *, tolerance: float) -> None:
         """Learn how results merge; refuse written state that no rule merges.
@@ -113,7 +127,18 @@ class AllRows:
 
 def _merged(weighting: Weighting, losses: Sequence[Tensor | None]) -> Tensor | None:
     """Return the whole batch's loss; as in training, micro-batches without a loss term have none."""
+    if weighting.summands:
+        weights = weighting.weights_of_results
+        return torch.tensor(weights.loss, dtype=torch.float64) if weights.losses else None
     return weighting.loss([None if weighting.share(index) == 0 else loss for index, loss in enumerate(losses)])
+
+
+def _note_summands(weighting: Weighting, runs: Sequence[Sequence[Summand]]) -> None:
+    """Note the summands of all micro-batches in a weighting by summands, if it has factors for them."""
+    known = weighting.summands.keys()
+    if weighting.summands and all(run and known >= {one.key for one in run} - {REST} for run in runs):
+        for index, run in enumerate(runs):
+            weighting.note(index, {one.key: one.value for one in run if one.value is not None and one.key in known})
 
 
 def _agree(merged: Tensor | None, whole: Tensor, parts: Sequence[Tensor], allowed: float) -> bool:

@@ -4,12 +4,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
+from lightning_unified.step.exactness.losses import LossRule, require_counts, share_of, shares, with_losses
+from lightning_unified.step.exactness.losses.summands import REST, RunOfSummands, SummandFit, sums_up
 from lightning_unified.step.exactness.trials.run import Run
 from lightning_unified.step.results.merging import MicroBatchWeights
 
@@ -29,6 +31,7 @@ class Trial:
         split: The rows of each micro-batch.
         is_quiet: Whether to run without dropout first, which takes a quarter of the time. The rows run
             with dropout only if the gradients do not agree without it, or the step draws random numbers nevertheless.
+        of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -38,6 +41,7 @@ class Trial:
     take: Callable[..., Any]
     split: Sequence[int]
     is_quiet: bool
+    of_summands: Sequence[LossRule] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -58,13 +62,14 @@ class SplitRuns:
         sizes: The rows of each micro-batch.
         batches: The micro-batches.
         runs: The run of each.
-        scaled: Repeats the run of a micro-batch, given its index and a factor of the loss in the backward pass.
+        scaled: Repeats the run of a micro-batch, given its index, a factor of the loss in the backward pass, and the summand of the
+            loss that the pass differentiates.
     """
 
     sizes: Sequence[int]
     batches: Sequence[Any]
     runs: Sequence[Run]
-    scaled: Callable[[int, float], Run] | None = None
+    scaled: Callable[..., Run] | None = None
 
     def weights(self, rule: LossRule) -> MicroBatchWeights:
         """Return the micro-batches' weights under a rule."""
@@ -91,19 +96,21 @@ class Comparison:
     Args:
         whole: The run over all rows.
         split: The runs over the micro-batches.
-        repeated: Runs all rows once more, with the same random draws or none.
+        repeated: Runs all rows once more, with the same random draws or none; given a summand, its backward pass differentiates that.
         troubles: The reasons why the random draws could not be replayed.
         is_drawn: Whether the whole run has drawn random numbers.
         is_ordered: Whether a draw had several entries per row, so that their order mattered.
+        reads_summands: Whether the summands of the loss may have weights of their own.
         known: The disagreements computed so far, by the name of the loss rule.
     """
 
     whole: Run
     split: SplitRuns
-    repeated: Callable[[], Run]
+    repeated: Callable[..., Run]
     troubles: Sequence[str] = ()
     is_drawn: bool = False
     is_ordered: bool = False
+    reads_summands: bool = False
     known: dict[str, Disagreement] = field(default_factory=dict)
 
     @property
@@ -158,12 +165,81 @@ class Comparison:
         """Return the largest difference of gradients, whole and split, under `rule`."""
         if rule.name not in self.known:
             found = Disagreement(math.inf, math.inf, 0)
-            if self.can_count(rule):
+            if rule.summands:
+                found = self._off_by_summands(rule) or found
+            elif self.can_count(rule):
                 pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
                 weighted = [(run.gradient, share) for run, share in pairs if share]
                 found = disagreement(self.whole.gradient, weighted, self.tolerance)
             self.known[rule.name] = found
         return self.known[rule.name]
+
+    def _off_by_summands(self, rule: LossRule) -> Disagreement | None:
+        """Return the largest difference of gradients under a rule with weights for each summand; None without."""
+        runs = self.summands
+        keys = {one.key for one in rule.summands}
+        if runs is None or any(not keys.issuperset(run.values) for run in runs):
+            return None
+        weighted = [
+            (run.gradients[one.key], share)
+            for one in rule.summands
+            for run, share in zip(runs[1:], self.split.shares(one.first), strict=True)
+            if share and one.key in run.gradients
+        ]
+        return disagreement(self.whole.gradient, weighted, self.tolerance)
+
+    @cached_property
+    def names_of_summands(self) -> Sequence[str]:
+        """The names of the summands with a gradient; none where they may have no weights of their own."""
+        if not self.reads_summands or self.split.scaled is None:
+            return ()
+        return [one.key for one in self.repeated("").summands if one.key != REST]
+
+    @cached_property
+    def summands(self) -> Sequence[RunOfSummands] | None:
+        """The whole run and those of the micro-batches, by summand of the loss; None where it is not their sum."""
+        keys, scaled = self.names_of_summands, self.split.scaled
+        if not keys or scaled is None:
+            return None
+        repeats = [self.repeated, *(partial(scaled, index, 1.0) for index in range(len(self.split.sizes)))]
+        found = [_by_summand(keys, repeat) for repeat in repeats]
+        found = found if any(run.has_rest(self.tolerance) for run in found) else [run.without_rest() for run in found]
+        plain = [run.gradient for run in self.all_runs]
+        is_sum = all(sums_up(one, run, self.tolerance) for one, run in zip(plain, found, strict=True))
+        return found if is_sum else None
+
+    def summand_fit(self) -> SummandFit | None:
+        """Return what tries loss rules on each summand of the loss; None where it is not their sum."""
+        runs, split = self.summands, self.split
+        if runs is None:
+            return None
+        return SummandFit(runs[0], runs[1:], split.batches, split.sizes, tolerance=self.tolerance)
+
+    def weights(self, rule: LossRule) -> MicroBatchWeights:
+        """Return the micro-batches' weights under a rule, by which their results merge."""
+        weights, runs = self.split.weights(rule), self.summands if rule.summands else None
+        if runs is None:
+            return weights
+        factors = {one.key: self.split.shares(one.first) for one in rule.summands}
+        losses = [
+            share_of(
+                {key: torch.tensor(value, dtype=torch.float64) for key, value in run.values.items()},
+                {key: of[index] for key, of in factors.items()},
+            )
+            for index, run in enumerate(runs[1:])
+        ]
+        return with_losses(weights, [*factors.values()], losses)
+
+
+def _by_summand(keys: Sequence[str], repeat: Callable[..., Run]) -> RunOfSummands:
+    """Run some rows once for each summand of the loss."""
+    runs = {key: repeat(only=key) for key in keys}
+    summands = runs[keys[0]].summands
+    return RunOfSummands(
+        gradients={key: run.gradient for key, run in runs.items()},
+        values={one.key: float(one.value) for one in summands if one.value is not None},
+        divisors={one.key: float(one.divisor) for one in summands if one.divisor is not None},
+    )
 
 
 def _is_norm_of(run: Run, name: str, norm: float) -> bool:

@@ -11,10 +11,10 @@ from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.replay import DrawMode, RecordDraws, ReplayDraws
 from lightning_unified.step.exactness.group import CheckGroup
+from lightning_unified.step.exactness.parameters.formats import has_autocast, precise
 from lightning_unified.step.exactness.rows import starts_of, window
 from lightning_unified.step.exactness.trials.refusals import failure_on_rows
 from lightning_unified.step.exactness.trials.results import Results, aside, copied
-from lightning_unified.step.exactness.trials.run import has_autocast, precise
 from lightning_unified.step.results.state.writes import drawn_unequally
 
 __all__ = ["EvaluationRuns", "EvaluationTrial"]

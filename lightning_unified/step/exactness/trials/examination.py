@@ -1,11 +1,10 @@
 """Where a check runs: on the device, with activation checkpointing, or on the CPU."""
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import lightning as L
@@ -14,11 +13,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
 from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
-from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup
-from lightning_unified.step.exactness.losses import LossRule
-from lightning_unified.step.exactness.rows import splits_of, starts_of, window, windows_over
+from lightning_unified.step.exactness.losses import LossRule, give_other_shares
+from lightning_unified.step.exactness.rows import Check, splits_of, starts_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.all_rows import AllRows
 from lightning_unified.step.exactness.trials.comparison import Trial
@@ -28,80 +26,18 @@ from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.split import BatchSplitter, split_rows
 
-__all__ = ["UNITS", "Check", "Examination"]
+__all__ = ["UNITS", "Examination"]
 
 log = logging.getLogger("lightning_unified")
 
 _AT_FIRST = 32  # units of the first check, if they are predicted to fit; judgement: if a tenth of the rows is hard, about three run
+_MORE = 6  # judgement: trials for a summand with few terms; each takes a few steps of as many rows
 UNITS = 8  # units of rows in later checks; judgement: enough for three unequal micro-batches
 
 _ON_CPU = (
     "Memory ran out in the exactness check of a split, even with %d rows. It runs on the CPU now, which may take minutes for a large module; "
     "a larger budget avoids that."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """The arguments of one check.
-
-    Args:
-        kwargs: The arguments of `training_step`, the batch first.
-        rules: The loss rules that may hold.
-        rows: The number of rows of the batch.
-        unit: The number of rows that a split keeps together.
-        micro_batch_size: The rows of the largest micro-batch.
-        most: The largest number of units to run.
-        number: The number of earlier checks. Consecutive checks split the rows differently.
-        is_first: Whether no check was conclusive yet, or all were thin. The rows are then split in two ways, and also run with dropout.
-        since: A sentence for a refusal: which batches were split before.
-        micro_batches: The rows of each micro-batch in training; empty where unknown.
-        differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
-        ignored: Labels that losses ignore.
-        least: The fewest units of a micro-batch.
-    """
-
-    kwargs: "OrderedDict[str, Any]"
-    rules: Sequence[LossRule]
-    rows: int
-    unit: int
-    micro_batch_size: int
-    most: int
-    number: int
-    is_first: bool
-    since: str
-    micro_batches: Sequence[int] = ()
-    differing: range = range(0)
-    ignored: Collection[int] = (IGNORED,)
-    least: int = 1
-
-    @property
-    def batch(self) -> Any:
-        """The whole batch."""
-        return next(iter(self.kwargs.values()))
-
-    def split(self, units: int, *, other: bool = False) -> list[int]:
-        """Return the rows of each micro-batch for `units` units.
-
-        Args:
-            units: The number of units to split.
-            other: Whether to return another split, if there is one.
-        """
-        splits = splits_of(units, least=self.least)
-        return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
-
-    def starts(self, size: int) -> list[int]:
-        """Return the first row of each window of `size` rows that is to run.
-
-        It is one window, or as many as hold all differing rows.
-        """
-        if self.differing:
-            return windows_over(self.differing, rows=self.rows, size=size)
-        return [self.window(size)]
-
-    def window(self, size: int) -> int:
-        """Return the first of `size` neighbouring rows whose data differ most."""
-        return window(self.batch, rows=self.rows, size=size, unit=self.unit, ignored=self.ignored)
 
 
 class Examination:
@@ -191,11 +127,7 @@ class Examination:
         device = self._trainer.strategy.root_device
         if not (device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
             return rules
-        sizes = check.micro_batches or split_rows(
-            check.rows, micro_batch_size=max(check.micro_batch_size, check.unit), unit=check.unit
-        )
-        places = zip(starts_of(sizes), sizes, strict=True)
-        parts = [self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places]
+        sizes, parts = self._parts(check)
         all_rows = AllRows(self._runner, self._tables, check.kwargs, micro_batches=parts, sizes=sizes)
         try:
             with self._group.trial():
@@ -292,6 +224,7 @@ class Examination:
                 take=take or self._splitter.split,
                 split=check.split(units),
                 is_quiet=not self._runner.draws_in_eval and (check.is_first or not self._runner.hides_code),
+                of_summands=check.of_summands,
             )
             if (one := self._tried_once(check, trial)) is None:
                 return None
@@ -305,9 +238,9 @@ class Examination:
         try:
             with self._group.trial():
                 found = judge.findings(trial, check.rules, since=check.since)
-                if isinstance(found, str) or not check.is_first:
-                    return found
-                return self._confirmed(check, judge, trial, found)
+                if not isinstance(found, str) and check.is_first:
+                    found = self._confirmed(check, judge, trial, found)
+                return found if isinstance(found, str) else self._told(check, judge, trial, found)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -322,15 +255,17 @@ class Examination:
 
         Two splits distinguish a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
         """
-        rules = [rule for rule in check.rules if rule.name not in found.rejected]
+        own = [rule for rule in found.agreeing if rule.summands]
+        rules = own or [rule for rule in check.rules if rule.name not in found.rejected]
+        judged = partial(judge.findings, rules=rules, since=check.since)
         all_units = trial.rows // check.unit
         units = min(all_units, UNITS)
         again = self._again(check, trial, units)
         if again.is_quiet and again.split == trial.split:  # two units have only one split
             return found
-        other = judge.findings(again, rules, since=check.since)
+        other = judged(again)
         if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
-            other = judge.findings(self._again(check, trial, all_units), rules, since=check.since)
+            other = judged(self._again(check, trial, all_units))
         return other if isinstance(other, str) else found.joined(other)
 
     def _again(self, check: Check, trial: Trial, units: int) -> Trial:
@@ -342,3 +277,30 @@ class Examination:
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
         )
+
+    def _told(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings:
+        """Repeat a check on other rows while rules are left for a summand of the loss that differ for this batch."""
+        splits, half = splits_of(trial.rows // check.unit, least=check.least), max(trial.rows // 2, check.unit)
+        for number in range(_MORE if found.agreeing[0].has_several else 0):
+            if not self._is_open(check, found.agreeing[0]):
+                break
+            start = (trial.start + (number + 1) * half) % (check.rows - trial.rows + 1) // check.unit * check.unit
+            sizes = [check.unit * one for one in splits[number % len(splits)]]
+            other = judge.findings(replace(trial, start=start, split=sizes), found.agreeing, since=check.since)
+            found = found if isinstance(other, str) else found.joined(other)
+        return found
+
+    def _is_open(self, check: Check, rule: LossRule) -> bool:
+        """Return whether the rules that are left for a summand of the loss differ for this batch."""
+        sizes, parts = self._parts(check)
+        return any(give_other_shares(one.rules, parts, sizes) for one in rule.summands)
+
+    def _parts(self, check: Check) -> tuple[Sequence[int], list[Any]]:
+        """Return the rows of each micro-batch in training, and the micro-batches."""
+        sizes = check.micro_batches or split_rows(
+            check.rows, micro_batch_size=max(check.micro_batch_size, check.unit), unit=check.unit
+        )
+        places = zip(starts_of(sizes), sizes, strict=True)
+        return sizes, [
+            self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places
+        ]

@@ -61,12 +61,14 @@ class Judge:
             BaseException: An error that the step itself raises on the whole batch, unchanged.
         """
         runs = TrialRuns(self._runner, trial, quiet_wholes=self._quiet_wholes)
-        comparison, noise = self._compared(runs, rules, is_quiet=trial.is_quiet)
+        tried = rules
+        comparison, noise, rules = self._compared(runs, rules, trial.of_summands, is_quiet=trial.is_quiet)
         if undecided := comparison.says_nothing:
             self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
         rules = _without_guesses(comparison, rules)
         off = {rule.name: comparison.off(rule) for rule in rules}
+        refuted = {rule.name for rule in tried if rule.name not in off and not rule.is_guess}
         best = min(off.values(), key=lambda one: one.excess)
         allowed, by_rounding = _allowed(best.excess, comparison, runs, is_late=bool(since))
         if allowed < best.excess and (
@@ -87,6 +89,7 @@ class Judge:
                 not_finite=comparison.split.not_finite,
                 is_skipped=comparison.whole.loss is None,
                 initialized=comparison.initialized,
+                summands=comparison.names_of_summands if len(comparison.names_of_summands) > 1 else (),
             )
             raise SplitError(refusal + since, is_for_rules=True)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])
@@ -98,41 +101,54 @@ class Judge:
         self._learn(comparison, agreeing[0], runs, since=since, slack=allowed)
         return Findings(
             agreeing=agreeing,
-            rejected={name for name, one in off.items() if one.excess > allowed},
+            rejected=refuted | {name for name, one in off.items() if one.excess > allowed},
             rows=trial.rows,
             difference=off[agreeing[0].name].relative,
             noise=noise,
             first=trial.start,
-            is_thin=sum(not run.gradient.is_zero for run in comparison.split.runs) < 2,
-            is_proportional=self._is_proportional(comparison),
+            is_thin=_is_thin(comparison, agreeing[0]),
+            is_proportional=self._is_proportional(comparison, agreeing[0]),
         )
 
-    def _is_proportional(self, comparison: Comparison) -> bool:
+    def _is_proportional(self, comparison: Comparison, rule: LossRule) -> bool:
         """Return whether backward passes are proportional to the loss, by the first trial of a check.
 
         Raises:
-            SplitError: If they are not, and parameters are not whole, so that nothing can weight their gradients afterwards.
+            SplitError: If they are not, and parameters are not whole, or summands of the loss have weights of their own: then nothing
+                can weight their gradients afterwards.
         """
         if self._proportional is None:
             found = is_proportional(comparison, anywhere=self._runner.anywhere)
             self._proportional = not self._runner.anywhere(not found)
             if not (self._proportional or self._runner.has_whole_parameters):
                 raise refusal_of_proportion(self._whose)
+        if rule.summands and not self._proportional:
+            raise refusal_of_proportion(self._whose, of_summands=True)
         return self._proportional
 
-    def _compared(self, runs: TrialRuns, rules: Sequence[LossRule], *, is_quiet: bool) -> tuple[Comparison, str]:
-        """Compare without draws, with replayed or constant ones; return what to say of them too."""
+    def _compared(
+        self, runs: TrialRuns, rules: Sequence[LossRule], of_summands: Sequence[LossRule], *, is_quiet: bool
+    ) -> tuple[Comparison, str, Sequence[LossRule]]:
+        """Compare without draws, with replayed or constant ones; return a note on them and the rules left too.
+
+        Where no rule agrees, but one with a weight for each summand of the loss does, that one is left.
+        """
         comparison = runs.quiet() if is_quiet else None
+        if comparison is not None and (found := _agreeing(comparison, rules, of_summands)):
+            return comparison, _DRAWN if comparison.is_drawn else "", found
         if comparison is None or comparison.none_agrees(rules):
             comparison = runs.replayed(rules)
         noise = _DRAWN if comparison.is_drawn else ""
-        if comparison.says_nothing or not comparison.none_agrees(rules):
-            return comparison, noise
+        if comparison.says_nothing:
+            return comparison, noise, rules
+        if found := _agreeing(comparison, rules, of_summands):
+            return comparison, noise, found
         if not self._runner.anywhere(bool(comparison.troubles)):
-            return comparison, noise
+            return comparison, noise, rules
         comparison = runs.without_noise(comparison, rules)
         why = comparison.troubles[0] if comparison.troubles else "another rank could not replay them"
-        return comparison, f"{_DRAWN}; gradients were compared without them ({why})"
+        noise = f"{_DRAWN}; gradients were compared without them ({why})"
+        return comparison, noise, _agreeing(comparison, rules, of_summands) or rules
 
     def _agrees_nudged(self, trial: Trial, rules: Sequence[LossRule], comparison: Comparison) -> bool:
         """Return whether micro-batches agree after all with weights that are moved by one rounding step.
@@ -145,7 +161,8 @@ class Judge:
         with nudged(self._runner.module.parameters(), comparison.lowest) as has_changed:
             if not self._runner.anywhere(has_changed):
                 return False
-            again, _ = self._compared(TrialRuns(self._runner, trial, quiet_wholes={}), rules, is_quiet=trial.is_quiet)
+            runs = TrialRuns(self._runner, trial, quiet_wholes={})
+            again, _, _ = self._compared(runs, rules, (), is_quiet=trial.is_quiet)
         return not (again.says_nothing or again.none_agrees(rules))
 
     def _learn(
@@ -157,9 +174,11 @@ class Judge:
         `slack` tolerances of gradients, it explains as much of results.
         """
         tolerance, whole, split = slack * comparison.tolerance.relative, comparison.whole, comparison.split
-        weights = split.weights(rule)
+        weights = comparison.weights(rule)
+        if rule.summands:
+            self._tables.weigh_by_summand()
         troubles = learn_results(self._tables, whole, split.runs, weights, tolerance=tolerance)
-        if whole.loss is not None:
+        if whole.loss is not None and not rule.summands:  # else the summands' values were compared
             losses = [run.loss for run in split.runs]
             self._tables.outputs.learn("loss", losses, whole.loss, weights, tolerance=tolerance)
         troubles += self._rings_that_differ(comparison)
@@ -237,6 +256,28 @@ def _allowed(excess: float, comparison: Comparison, runs: TrialRuns, *, is_late:
         return 1.0, 1.0
     explained = max(1.0, MARGIN[lowest] * runs.rounding(lowest))
     return min(explained, MOST[lowest]), explained if lowest is torch.float32 else 1.0
+
+
+def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Sequence[LossRule]) -> Sequence[LossRule]:
+    """Return the rules if one of them agrees; else one with a weight for each summand of the loss.
+
+    The latter keeps of its known weights those that agree here too.
+    """
+    known = next((rule for rule in rules if rule.summands), None)
+    if known is None and not comparison.none_agrees(rules):
+        return rules
+    is_sum = known is not None or (not comparison.says_nothing and len(comparison.names_of_summands) > 1)
+    fit = comparison.summand_fit() if of_summands and is_sum else None
+    found = None if fit is None else fit.rule(of_summands, known)
+    agrees = found is not None and comparison.off(found).excess <= 1
+    return [found] if found is not None and agrees else []
+
+
+def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
+    """Return whether few micro-batches had gradients, so that several rules may agree by chance."""
+    if any(not one.is_told and len(one.rules) > 1 for one in rule.summands):
+        return True
+    return sum(not run.gradient.is_zero for run in comparison.split.runs) < 2
 
 
 def _without_guesses(comparison: Comparison, rules: Sequence[LossRule]) -> Sequence[LossRule]:

@@ -26,12 +26,19 @@ __all__ = [
 ]
 
 
-def refusal_of_proportion(whose: str) -> SplitError:
+def refusal_of_proportion(whose: str, *, of_summands: bool = False) -> SplitError:
     """Return the error for a backward pass that is not proportional to the loss, on ranks that hold shards.
 
     Args:
         whose: The name of the module's class.
+        of_summands: Whether summands of the loss have weights of their own, instead of such ranks.
     """
+    if of_summands:
+        return SplitError(
+            f"{whose} has a backward pass that is not proportional to its loss: a gradient hook adds to a gradient or keeps it, or a function of autograd "
+            "has a gradient of its own. Its loss is a sum of means over different terms, so that its batches cannot be split. Do without such a hook or function, "
+            "or declare MicroBatchRules(splittable=False) to run batches whole."
+        )
     return SplitError(
         f"{whose} has a backward pass that is not proportional to its loss: a gradient hook adds to a gradient or keeps it, or a function of autograd has "
         'a gradient of its own. Ranks that hold shards cannot split its batches. Give UnifiedFSDPStrategy(hold="parameters"), or declare '
@@ -49,6 +56,7 @@ def refusal_of_gradients(
     not_finite: Sequence[int] = (),
     is_skipped: bool = False,
     initialized: Sequence[str] = (),
+    summands: Sequence[str] = (),
 ) -> str:
     """Return the error message for gradients that no loss rule makes agree.
 
@@ -61,6 +69,7 @@ def refusal_of_gradients(
         not_finite: The rows of each micro-batch whose gradient is not finite.
         is_skipped: Whether the step returned None for all rows, and a loss for some micro-batches.
         initialized: Parameters that the step set before their first use, to other values for other rows.
+        summands: The names of the loss's summands, none of whose weights agree.
     """
     tried = "; ".join(
         f"{name}: {one:.1e}" if isfinite(one) else f"{name}: not finite" for name, one in differences.items()
@@ -89,9 +98,15 @@ def refusal_of_gradients(
         if not_replayed
         else ""
     )
+    adds = (
+        f" Its loss adds up {len(summands)} summands ({', '.join(summands)}), and weights for each of them do not agree either: one is divided by a number "
+        "that no field of the batch gives."
+        if summands
+        else ""
+    )
     return (
         f"{whose} cannot be split exactly: the gradient of {rows} rows differs from that of their micro-batches "
-        f"({tried}, relative, at {parameter}).{skips}{divides}{sets}{drawn} The ways out, in MicroBatchRules from "
+        f"({tried}, relative, at {parameter}).{skips}{divides}{adds}{sets}{drawn} The ways out, in MicroBatchRules from "
         "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
         "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
         "each row by itself; splittable=False to run batches whole; check=False to split all the same."

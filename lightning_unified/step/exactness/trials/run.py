@@ -1,17 +1,15 @@
 """Run `training_step` and backward on some rows, record all results, and undo the run."""
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_unified.errors import RankError
@@ -24,12 +22,14 @@ from lightning_unified.step.exactness.facts.labels import Scoring, scorings
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.step.exactness.group import CheckGroup
+from lightning_unified.step.exactness.losses.summands import StepSummands, Summand, scale_summands
 from lightning_unified.step.exactness.parameters.earlier_gradients import (
     GradientReadError,
     GradientReads,
     copies_of_gradients,
     put_gradients,
 )
+from lightning_unified.step.exactness.parameters.formats import has_autocast, precise
 from lightning_unified.step.exactness.parameters.used_weights import NotedShards, UsedWeights, used_otherwise
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_renormed,
@@ -52,7 +52,7 @@ from lightning_unified.step.results.logs import inside_hook
 from lightning_unified.step.results.state.writes import Written, with_backward, written_since
 from lightning_unified.step.undo import Noted
 
-__all__ = ["Run", "Runner", "has_autocast", "precise"]
+__all__ = ["Run", "Runner"]
 
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
 
@@ -65,11 +65,13 @@ class Run(Results):
         gradient: Samples of the gradient.
         loss: The loss, detached; None if the step returned none.
         first_norms: The norms of parameters that the step wrote before it used them, by name.
+        summands: The summands of the loss, without its graph, if the run was asked for them.
     """
 
     gradient: GradientSample
     loss: Tensor | None
     first_norms: dict[str, float]
+    summands: Sequence[Summand] = ()
 
 
 class Runner:
@@ -102,6 +104,7 @@ class Runner:
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
         self._first_norms: dict[str, float] = {}
+        self._summands = StepSummands(self.module)
         self._renormed = RenormedRows()
         self._state = state_of_step(trainer)
 
@@ -147,7 +150,15 @@ class Runner:
         """Drop the copies of state that runs have made."""
         self._state.release()
 
-    def run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode, *, factor: float = 1.0) -> Run:
+    def run(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        batch: Any,
+        draws: DrawMode,
+        *,
+        factor: float = 1.0,
+        only: str | None = None,
+    ) -> Run:
         """Run the step on `batch`, run the backward pass of its loss, and undo both.
 
         From the first run on whose step reads gradients of the batch before, it finds copies of them.
@@ -157,15 +168,18 @@ class Runner:
             batch: The batch for the step. Its tensors are copied, because a step may write them in place.
             draws: The mode that records or replaces random draws.
             factor: The factor of the loss in the backward pass; the gradient is divided by it.
+            only: The summand of the loss that the backward pass differentiates; empty for all. None reads no summands.
         """
         try:
-            return self._run(kwargs, batch, draws, factor=factor)
+            return self._run(kwargs, batch, draws, factor=factor, only=only)
         except GradientReadError:
             self.reads_gradients = True
         draws.restart()
-        return self._run(kwargs, batch, draws, factor=factor)
+        return self._run(kwargs, batch, draws, factor=factor, only=only)
 
-    def _run(self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode, *, factor: float) -> Run:
+    def _run(
+        self, kwargs: "OrderedDict[str, Any]", batch: Any, draws: DrawMode, *, factor: float, only: str | None
+    ) -> Run:
         results, earlier = self._trainer.fit_loop.epoch_loop._results, self._earlier_gradients()
         own = copied(batch)
         in_eval = partial(self._is_in_eval, is_quiet=isinstance(draws, NoDraws))
@@ -177,7 +191,9 @@ class Runner:
             scale = factor * (_FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0)
             shards = None if self._group.has_whole_parameters else NotedShards(parameters)
             with norms, self._group.passes(), torch.enable_grad():
-                result, stepped = self._differentiated(kwargs, own, draws, parameters, scale=scale, noted=block.noted)
+                result, stepped, summands = self._differentiated(
+                    kwargs, own, draws, parameters, scale=scale, noted=block.noted, only=only
+                )
             self._refuse(norms)
             after = None if shards is None else shards.written
             if self.anywhere(after is not None):
@@ -187,7 +203,13 @@ class Runner:
             gradient = sample_gradients(self._sampled, scale=scale, joined=self._group.joined)
             results = block.gather(result.extra)
             results.written = with_backward(results.written, stepped)
-            return Run(gradient=gradient, loss=result.loss, first_norms=self._first_norms, **vars(results))
+            return Run(
+                gradient=gradient,
+                loss=result.loss,
+                first_norms=self._first_norms,
+                summands=summands,
+                **vars(results),
+            )
 
     def _earlier_gradients(self) -> list[Tensor | None]:
         """Return copies of the gradients of the batch before, if the step reads them; else none."""
@@ -202,7 +224,8 @@ class Runner:
         *,
         scale: float,
         noted: Noted,
-    ) -> tuple[ClosureResult, Written]:
+        only: str | None,
+    ) -> tuple[ClosureResult, Written, Sequence[Summand]]:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
@@ -210,7 +233,8 @@ class Runner:
         used = UsedWeights(self.module, is_whole=self._group.has_whole_parameters)
         watches = self._group.has_whole_parameters and not self.reads_gradients
         reads = GradientReads(parameters) if watches else nullcontext()
-        with used, draws, self.counters.watching(), reads:
+        scalars = nullcontext() if only is None else self._summands.noting()
+        with used, draws, self.counters.watching(), reads, scalars:
             result = self._step(own)
         if (switched := used.switched) is not None:
             raise refusal_of_switches(type(self.module).__name__, self._named(switched))
@@ -218,8 +242,9 @@ class Runner:
         stepped = written_since(noted)
         for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
             parameter.grad = None
-        loss = result.closure_loss
+        loss, summands = result.closure_loss, ()
         if loss is not None and loss.requires_grad:
+            summands = () if only is None else self._chosen(loss, only)
             self.scorings |= scorings(graph_near(loss)[1])
             if (renormed := used_otherwise(loss, filter(self._renormed.wrote, parameters))) is not None:
                 raise refusal_of_renormed(type(self.module).__name__, self._named(renormed))
@@ -234,12 +259,21 @@ class Runner:
         result.closure_loss = None
         if (after := used.written) is not None:
             raise refusal_of_writes(type(self.module).__name__, self._named(after))
-        return result, stepped
+        return result, stepped, summands
 
-    def without_gradients(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> tuple[Tensor | None, Results]:
-        """Run the step without gradients and dropout, undo it, and return its loss and results.
+    def _chosen(self, loss: Tensor, only: str) -> Sequence[Summand]:
+        """Let the next backward pass differentiate one summand of a loss alone, and return all, without its graph."""
+        found = self._summands.of(loss)
+        if only:
+            scale_summands(found, [float(one.key == only) for one in found])
+        return [replace(one, places=[], nodes=[]) for one in found]
 
-        What the step draws all the same is constant.
+    def without_gradients(
+        self, kwargs: "OrderedDict[str, Any]", batch: Any, *, reads_summands: bool = False
+    ) -> tuple[Tensor | None, Results, Sequence[Summand]]:
+        """Run the step without a backward pass and dropout, undo it, and return its loss and results.
+
+        What the step draws all the same is constant. The step has a graph only if the summands of its loss are read too.
         """
         collection, own = self._trainer.fit_loop.epoch_loop._results, copied(batch)
         earlier = self._earlier_gradients()
@@ -252,11 +286,13 @@ class Runner:
             block = stack.enter_context(aside(self._trainer, collection, draws, in_eval=in_eval, state=self._state))
             put_gradients(parameters_of_step(self._trainer) if earlier else (), earlier)
             norms = BatchNormsThatMix(self.module)
-            with norms, self._group.passes(), torch.no_grad(), draws:
+            scalars = self._summands.noting() if reads_summands else nullcontext()
+            with norms, self._group.passes(), torch.set_grad_enabled(reads_summands), draws, scalars:
                 result = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own}))
             self._refuse(norms)
-            loss = result.closure_loss
-            return None if loss is None else loss.detach(), block.gather(result.extra)
+            loss, result.closure_loss = result.closure_loss, None
+            summands = self._chosen(loss, "") if reads_summands and loss is not None else ()
+            return None if loss is None else loss.detach(), block.gather(result.extra), summands
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
         """Return the error of the step on the whole batch without gradients; None without one.
@@ -294,47 +330,3 @@ class Runner:
 
     def _precise(self) -> AbstractContextManager[None]:
         return precise(self._trainer, keeps_autocast=self.keeps_autocast)
-
-
-def has_autocast(trainer: L.Trainer) -> bool:
-    """Return whether steps run with autocast."""
-    return isinstance(trainer.strategy._precision_plugin, MixedPrecision)
-
-
-@contextmanager
-def precise(trainer: L.Trainer, *, keeps_autocast: bool) -> Iterator[None]:
-    """Compute in the parameters' own format: without autocast, unless it is kept, and without TF32."""
-    strategy = trainer.strategy
-    plugin = strategy._precision_plugin
-    with ExitStack() as undo:
-        undo.enter_context(_without_tf32())
-        if "torch._dynamo" in sys.modules:  # compiled code hides random draws from the mode
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-        if has_autocast(trainer) and not keeps_autocast:
-            undo.callback(setattr, strategy, "_precision_plugin", plugin)
-            strategy._precision_plugin = Precision()
-        yield
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Compute float32 in float32 inside the block.
-
-    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises an error.
-    `torch.backends.cudnn.flags` reads it, for instance in CTC losses. So this block sets the older switches too, if they can be read.
-    """
-    cudnn: Any = torch.backends.cudnn
-    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    with ExitStack() as undo:
-        for place in places:
-            undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
-        with suppress(RuntimeError):
-            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision("highest")
-        with suppress(RuntimeError):
-            undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
-            cudnn.allow_tf32 = False
-        for place in places:
-            if place.fp32_precision == "tf32":
-                place.fp32_precision = "ieee"
-        yield

@@ -58,8 +58,13 @@ class TrialRuns:
                 return None
             self._quiet_wholes[rows] = whole
         split = self._split_runs(lambda _: NoDraws(generators))
-        repeated, is_drawn = lambda: self._whole(NoDraws(generators)), self._runner.draws_in_backward
-        return Comparison(whole=whole, split=split, repeated=repeated, is_drawn=is_drawn)
+        repeated, is_drawn = (
+            lambda only=None: self._whole(NoDraws(generators), only=only),
+            self._runner.draws_in_backward,
+        )
+        return Comparison(
+            whole=whole, split=split, repeated=repeated, is_drawn=is_drawn, reads_summands=self._reads_summands
+        )
 
     def replayed(self, rules: Sequence[LossRule]) -> Comparison:
         """Compare with replayed draws, first without watching the backward pass.
@@ -96,14 +101,21 @@ class TrialRuns:
         repeated = partial(self._constant_whole, share)
         whole = repeated()
         split = self._split_runs(lambda _: ConstantDraws(share), within=partial(equal_host_draws, self._runner.module))
-        comparison = Comparison(whole=whole, split=split, repeated=repeated, troubles=drawn.troubles[:1], is_drawn=True)
+        comparison = Comparison(
+            whole=whole,
+            split=split,
+            repeated=repeated,
+            troubles=drawn.troubles[:1],
+            is_drawn=True,
+            reads_summands=self._reads_summands,
+        )
         for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
             run.written = with_states_of(run.written, other.written)
         return comparison
 
-    def _constant_whole(self, share: float) -> Run:
+    def _constant_whole(self, share: float, only: str | None = None) -> Run:
         with equal_host_draws(self._runner.module):
-            return self._whole(ConstantDraws(share))
+            return self._whole(ConstantDraws(share), only=only)
 
     def redrawn(self) -> Run:
         """Run the whole rows with other random draws."""
@@ -155,7 +167,8 @@ class TrialRuns:
             troubles=troubles,
             is_drawn=recorded.has_drawn or whole.draws_on_host or bool(own) or self._runner.draws_in_backward,
             is_ordered=any(one.is_ordered for one in replays),
-            repeated=lambda: self._whole(RecordDraws()),
+            repeated=lambda only=None: self._whole(RecordDraws(covers_backward=covers_backward), only=only),
+            reads_summands=self._reads_summands,
         )
 
     def _split_runs(
@@ -165,30 +178,38 @@ class TrialRuns:
         trial, sizes = self._trial, self._trial.split
         batches = [trial.rows_from(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
 
-        def run(index: int, factor: float = 1.0) -> Run:
+        def run(index: int, factor: float = 1.0, only: str | None = None) -> Run:
             with within():
-                return self._micro_batch(batches[index], sizes[index], draws(index), factor=factor)
+                return self._micro_batch(batches[index], sizes[index], draws(index), factor=factor, only=only)
 
         return SplitRuns(sizes=sizes, batches=batches, runs=[run(index) for index in range(len(sizes))], scaled=run)
 
-    def _micro_batch(self, batch: Any, size: int, draws: DrawMode, *, factor: float = 1.0) -> Run:
+    def _micro_batch(
+        self, batch: Any, size: int, draws: DrawMode, *, factor: float = 1.0, only: str | None = None
+    ) -> Run:
         try:
-            return self._runner.run(self._trial.kwargs, batch, draws, factor=factor)
+            return self._runner.run(self._trial.kwargs, batch, draws, factor=factor, only=only)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                 raise
             raise self._failure(error, f"{size} of {self._trial.rows}") from error
 
-    def _whole(self, draws: DrawMode) -> Run:
+    @property
+    def _reads_summands(self) -> bool:
+        """Whether the summands of the loss may have weights of their own; ranks that hold shards have one weight."""
+        return self._runner.has_whole_parameters
+
+    def _whole(self, draws: DrawMode, *, only: str | None = None) -> Run:
         trial, runner = self._trial, self._runner
+        run = runner.run if only is None else partial(runner.run, only=only)
         try:
-            return runner.run(trial.kwargs, trial.rows_from(0, trial.rows), draws)
+            return run(trial.kwargs, trial.rows_from(0, trial.rows), draws)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, (SplitError, UndoError, RankError)):
                 raise
             if runner.leaves_out_autocast:  # the module may need autocast
                 runner.keeps_autocast = True
-                return self._whole(draws)
+                return self._whole(draws, only=only)
             if trial.is_whole:
                 raise
             own = runner.failure(trial.kwargs)

@@ -146,10 +146,17 @@ class OfTwoMeans(Weighted):
         return super().loss(out, batch) + out.square().mean()
 
 
-@pytest.mark.parametrize("kind", [Balanced, OfTwoMeans])
-def test_other_denominators_are_refused(kind):
-    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
-        run(kind, loader())
+def test_class_weights_by_counts_of_the_batch_are_refused():
+    with pytest.raises(SplitError, match="Balanced cannot be split exactly"):
+        run(Balanced, loader())
+
+
+def test_a_mean_over_rows_beside_one_over_class_weights_splits_exactly():
+    split, trainer = run(OfTwoMeans, loader())
+    whole, _ = run(OfTwoMeans, loader(), strategy="auto")
+
+    assert "class weights" in found(trainer)
+    assert torch.allclose(weights(split), weights(whole), rtol=1e-9, atol=1e-11)
 
 
 def test_fields_with_other_values_are_no_classes():

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.losses import LossRule, candidates, restored
 from tests.support.modules.plain import fit, weights
@@ -84,16 +83,11 @@ def trained(kind, strategy):
     return weights(module)
 
 
-@pytest.mark.parametrize("kind", [OfNodes, OfEdges])
+@pytest.mark.parametrize("kind", [OfNodes, OfEdges, OfBoth])
 def test_means_over_nodes_and_edges_train_as_with_whole_batches(kind):
     split = trained(kind, UnifiedStrategy(micro_batch_size=2))
 
     torch.testing.assert_close(split, trained(kind, "auto"), rtol=1e-9, atol=1e-12)
-
-
-def test_a_mean_over_nodes_beside_one_over_edges_is_refused():
-    with pytest.raises(SplitError, match=r"nodes: .*edges: "):
-        trained(OfBoth, UnifiedStrategy(micro_batch_size=2))
 
 
 def test_nodes_of_graphs_in_a_batch_of_more_are_counted_and_saved():

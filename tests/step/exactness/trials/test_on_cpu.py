@@ -8,8 +8,9 @@ import torch
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.group import CheckGroup
+from lightning_unified.step.exactness.rows import Check
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import Check, Examination
+from lightning_unified.step.exactness.trials.examination import Examination
 
 
 def examination(device):

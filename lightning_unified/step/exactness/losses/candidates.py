@@ -1,83 +1,28 @@
-"""Loss rules: the candidate weights of micro-batches, and the shares they give."""
+"""Candidates: the loss rules that may hold for a batch, found from its fields."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unified.errors import SplitError
-from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, lengths_of, named_tensors
 from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.exactness.facts.labels import Scoring
 from lightning_unified.step.exactness.facts.terms import Terms
-from lightning_unified.step.results.merging import MicroBatchWeights
+from lightning_unified.step.exactness.losses.rules import LossRule
 
-__all__ = [
-    "LossRule",
-    "Weighting",
-    "candidates",
-    "declared",
-    "guesses",
-    "likeliest",
-    "may_count",
-    "require_counts",
-    "restored",
-    "shares",
-    "shares_differ",
-]
+__all__ = ["candidates", "guesses", "may_count"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LABELS = ("labels", "label", "targets", "target")
 _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
-_ROUNDING = 1e-9  # largest difference of two equal shares
 _NAMED = 4  # class weights that a rule's name shows
-_DECLARED = ("loss_weight", "loss_is_sum")
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
-
-
-@dataclass(frozen=True, slots=True)
-class LossRule:
-    """One way to weight micro-batches.
-
-    Args:
-        name: A name in words; two rules with the same name are the same rule.
-        count: Returns the number of loss terms of a micro-batch; `None` counts its rows.
-        adds: Whether losses add up without weights. `count` is then only the number of terms of a batch in its accumulation window.
-        is_guess: Whether nothing but the numbers in a batch speaks for the rule. A check tries it only where no other rule agrees.
-    """
-
-    name: str
-    count: Callable[[Any], Any] | None = None
-    adds: bool = False
-    is_guess: bool = False
-
-    @property
-    def reads_a_field(self) -> bool:
-        """Whether the rule counts the terms by one field, on whatever device that is."""
-        return isinstance(self.count, Terms)
-
-    @property
-    def class_weights(self) -> tuple[float, ...]:
-        """The weight of each class, if the rule counts by class."""
-        return self.count.weights if isinstance(self.count, Terms) else ()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rule for a checkpoint; a declared rule is saved by its name only."""
-        terms = asdict(self.count) if isinstance(self.count, Terms) else None
-        return {"name": self.name, "terms": terms, "adds": self.adds}
-
-
-def declared(rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule that a module declares; None if the check has to find one."""
-    if rules.loss_is_sum:
-        return LossRule("loss_is_sum", rules.loss_weight, adds=True)
-    return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
 
 
 def candidates(
@@ -146,25 +91,6 @@ def may_count(rule: LossRule, batch: Any) -> bool:
     if leaf is None or leaf.dtype == torch.bool or not bool(leaf.any()):
         return True
     return _is_weight(path, leaf) or _is_count(path, leaf)
-
-
-def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule restored from its `state_dict`.
-
-    The result is None if the module's declaration has changed.
-    """
-    own = declared(rules)
-    if own is not None or state["name"] in _DECLARED:
-        return own if own is not None and own.name == state["name"] else None
-    return LossRule(state["name"], Terms(**state["terms"]) if state["terms"] else None, adds=state["adds"])
-
-
-def likeliest(rules: Sequence[LossRule]) -> LossRule:
-    """Return the rule for undecided checks: scored labels if there are any, else rows.
-
-    A declared rule is the only one in `rules`, and is returned.
-    """
-    return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
 
 
 def _of_leaf(path: str, tensor: Tensor, ignored: Collection[int], *, skip: int | None) -> list[LossRule]:
@@ -249,102 +175,3 @@ def _counting(path: str, tensor: Tensor, left_out: int | None, *, name: str) -> 
     if tensor.dim() == 2 and tensor.shape[1] > 1:
         rules.append(LossRule(f"{name}, shifted", Terms(path, left_out, is_shifted=True)))
     return rules
-
-
-def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
-    """Raise `SplitError` if a rule's counts are no valid numbers of loss terms."""
-    if not all(count >= 0 for count in counted):
-        raise SplitError(f"{rule.name} gave {list(counted)}: it must give the number of loss terms, 0 or more.")
-
-
-def shares(rule: LossRule, micro_batches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the factor of each micro-batch's loss; rows decide if no micro-batch has a term."""
-    if rule.adds:
-        return [1.0] * len(micro_batches)
-    counted = (
-        [float(size) for size in sizes] if rule.count is None else [float(rule.count(one)) for one in micro_batches]
-    )
-    if not sum(counted):
-        counted = [float(size) for size in sizes]
-    return [count / sum(counted) for count in counted]
-
-
-def shares_differ(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two rules give micro-batches different shares."""
-    return len(one) != len(other) or any(abs(a - b) > _ROUNDING for a, b in zip(one, other, strict=True))
-
-
-class Weighting:
-    """The share of each micro-batch in its batch.
-
-    Many losses are means over terms (samples, tokens). The batch's loss is then the mean of the micro-batches' losses, weighted by their
-    numbers of terms. The same holds for the gradient. Losses that are sums add up. Rows weight a batch without any loss term: each micro-batch then
-    has the loss of the whole batch, 0 or NaN.
-
-    Args:
-        rule: The loss rule that weights micro-batches.
-        batches: The micro-batches.
-        rows: The number of rows of each micro-batch.
-        zero_by_rows: Whether a batch without any loss term is weighted by rows.
-
-    Raises:
-        SplitError: If the rule counts a negative number of terms, or NaN.
-    """
-
-    def __init__(
-        self, rule: LossRule, batches: Sequence[Any], rows: Sequence[int], *, zero_by_rows: bool = True
-    ) -> None:
-        self._adds, self._rule = rule.adds, rule
-        counted = list(map(float, rows))
-        if rule.count is not None and not rule.adds:
-            counted = _on_host([rule.count(batch) for batch in batches])
-        require_counts(rule, counted)
-        self._counted = counted
-        terms = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
-        self.weights = MicroBatchWeights(list(rows), terms)
-
-    @property
-    def terms(self) -> float:
-        """The number of loss terms of the whole batch; its rows if terms are not counted."""
-        return sum(self.weights.terms)
-
-    def share(self, index: int) -> float | None:
-        """Return a micro-batch's share of the batch, 0 to 1; None if losses add up without weights."""
-        return None if self._adds else self.weights.terms[index] / sum(self.weights.terms)
-
-    @property
-    def shares(self) -> list[float]:
-        """The factor of each micro-batch's loss."""
-        found = [self.share(index) for index in range(len(self.weights.terms))]
-        return [1.0 if share is None else share for share in found]
-
-    def has_loss_of_nothing(self, index: int, loss: Tensor) -> bool:
-        """Return whether a micro-batch without a loss term has a loss all the same.
-
-        An example is a sum divided by `max(terms, 1)`. A loss that is not finite is a mean of no terms. A declared `loss_weight` of 0 leaves
-        out any loss.
-        """
-        is_counted = self._counted[index] or not self._rule.reads_a_field
-        return not is_counted and bool(loss.detach().isfinite() and loss.detach() != 0)
-
-    def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the whole batch's loss: the weighted sum of losses; None without losses.
-
-        Raises:
-            SplitError: If some micro-batches with loss terms gave no loss.
-        """
-        given = [(loss, self.share(index)) for index, loss in enumerate(losses) if loss is not None]
-        if given and len(given) != sum(1 for weight in self.weights.terms if weight):
-            raise SplitError(
-                "training_step returned None for some micro-batches of a batch and a loss for others, so the batch was not split exactly; "
-                'let it return a loss for every micro-batch, or leave micro_batch_size="auto" and raise the budget so that batches run whole.'
-            )
-        shares = [loss if share is None else loss * share for loss, share in given]
-        return torch.stack(shares).sum(0) if shares else None
-
-
-def _on_host(weights: list[Any]) -> list[float]:
-    """Return weights as plain numbers; all tensors are copied from the device in one transfer."""
-    tensors = [weight.reshape(()) for weight in weights if isinstance(weight, Tensor)]
-    read = iter(torch.stack([one.to(tensors[0].dtype) for one in tensors]).tolist() if tensors else ())
-    return [float(next(read) if isinstance(weight, Tensor) else weight) for weight in weights]

@@ -1,0 +1,31 @@
+"""Summands of a loss, each a mean over terms of its own.
+
+| module | subject |
+|---|---|
+| values | the scalars that a step computes |
+| tree | the summands of a loss, read from autograd's graph |
+| noting | both, for the steps of one module |
+| scaling | a factor for the gradient of each summand |
+| fitting | the loss rules of each summand, from gradients of whole and split rows |
+"""
+
+from lightning_unified.step.exactness.losses.summands.fitting import (
+    RunOfSummands,
+    SummandFit,
+    are_proportional,
+    sums_up,
+)
+from lightning_unified.step.exactness.losses.summands.noting import StepSummands
+from lightning_unified.step.exactness.losses.summands.scaling import scale_summands
+from lightning_unified.step.exactness.losses.summands.tree import REST, Summand
+
+__all__ = [
+    "REST",
+    "RunOfSummands",
+    "StepSummands",
+    "Summand",
+    "SummandFit",
+    "are_proportional",
+    "scale_summands",
+    "sums_up",
+]
