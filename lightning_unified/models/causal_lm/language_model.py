@@ -169,7 +169,7 @@ def forward_last(lm: Any, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, 
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return the name of a transformers module's argument, and of its result, that hold keys and values."""
+    """Return the name under which a module of transformers takes and returns keys and values."""
     takes = inspect.signature(type(module).forward).parameters
     return "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
 

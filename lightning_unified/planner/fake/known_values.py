@@ -34,7 +34,10 @@ WITHOUT_TENSORS = (aten.promote_types.default,)
 """Operations whose result follows from their arguments, none of which is a tensor."""
 
 _VALIDATED: set[tuple[Place, ...]] = set()
-"""Places that raise where a value is False, such as `if not valid.all()`, each with its callers up to the one that raises."""
+"""Places that raise where a value is False, such as `if not valid.all()`.
+
+Each has its callers up to the one that raises.
+"""
 
 _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -242,7 +245,10 @@ class Answers(TorchDispatchMode):
 
 
 def _up_to_caller(read: tuple[Place, ...], raising: CodeType) -> tuple[Place, ...]:
-    """Return a read's places up to the caller that raises by its result, as in `if not is_valid(x): raise`; none without one."""
+    """Return a read's places up to the caller that raises by its result; none without one.
+
+    Such a caller is `if not is_valid(x): raise`.
+    """
     for depth, place in enumerate(read[1:], 2):
         taken_by = operation_after(place)
         if place[0] is raising and taken_by.startswith("POP_JUMP"):

@@ -121,8 +121,11 @@ class Comparison:
     @property
     def initialized(self) -> list[str]:
         """The parameters that the step set before their first use, to other values for other rows."""
-        names = self.whole.first_norms
-        return [name for name in names if any(not _is_norm_of(run, name, names[name]) for run in self.split.runs)]
+        norms: dict[str, list[float]] = {}
+        for run in (self.whole, *self.split.runs):
+            for name, norm in run.first_norms.items():
+                norms.setdefault(name, []).append(norm)
+        return [name for name, own in norms.items() if any(not math.isclose(one, own[0], rel_tol=1e-3) for one in own)]
 
     @property
     def tolerance(self) -> Tolerance:
@@ -240,7 +243,3 @@ def _by_summand(keys: Sequence[str], repeat: Callable[..., Run]) -> RunOfSummand
         values={one.key: float(one.value) for one in summands if one.value is not None},
         divisors={one.key: float(one.divisor) for one in summands if one.divisor is not None},
     )
-
-
-def _is_norm_of(run: Run, name: str, norm: float) -> bool:
-    return math.isclose(run.first_norms.get(name, norm), norm, rel_tol=1e-3)

@@ -38,44 +38,26 @@ LEAF = "torch::autograd::AccumulateGrad"
 _COPIES = {
     f"{name}Backward0"
     for name in (
-        *(
-            "ToCopy",
-            "Alias",
-            "Clone",
-            "View",
-            "UnsafeView",
-            "Unsqueeze",
-            "Squeeze",
-            "Expand",
-            "T",
-            "Transpose",
-            "Permute",
-        ),
-        *("ReshapeAlias",),
+        "ToCopy",
+        "Alias",
+        "Clone",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Unsqueeze",
+        "Squeeze",
+        "Expand",
+        "T",
     )
-} | {"SqueezeBackward1"}
+} | {"TransposeBackward0", "PermuteBackward0", "SqueezeBackward1"}
 _SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackward1"}
 # operations that compute a penalty of a parameter from nothing else
 _PENALTIES = (
     {
         f"{name}Backward0"
-        for name in (
-            "Pow",
-            "Mul",
-            "Abs",
-            "Sum",
-            "Mean",
-            "Exp",
-            "Log",
-            "Neg",
-            "Sqrt",
-            "Div",
-            "Norm",
-            "LinalgVectorNorm",
-            "Softplus",
-        )
+        for name in ("Pow", "Mul", "Abs", "Sum", "Mean", "Exp", "Log", "Neg", "Sqrt", "Div", "Norm", "LinalgVectorNorm")
     }
-    | {"SumBackward1", "NormBackward1"}
+    | {"SoftplusBackward0", "SumBackward1", "NormBackward1"}
     | _COPIES
 )
 
