@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -60,9 +61,9 @@ def compiled_inside(module: nn.Module) -> dict[str, nn.Module]:
 def parts_with_graphs(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules that torch's compiler runs as graphs, by name.
 
-    The compiler begins no graph in the forward of torch's own modules. After `nn.Sequential(...).compile()`, it runs each of the user's
-    modules inside as a graph, and after `nn.TransformerEncoderLayer(...).compile()` all of it eagerly. `torch.compile(module)` has no such
-    exception.
+    Before torch 2.14, the compiler begins no graph in the forward of torch's own modules. After `nn.Sequential(...).compile()`, it runs each
+    of the user's modules inside as a graph, and after `nn.TransformerEncoderLayer(...).compile()` all of it eagerly. `torch.compile(module)`
+    has no such exception.
 
     A module with a recurrent layer is left out: its graph breaks there, so that it saves tensors as eager code does.
     """
@@ -86,8 +87,8 @@ def _is_recurrent(part: nn.Module) -> bool:
 def _with_graphs(part: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules with graphs in a part that is compiled."""
     call = vars(part).get(COMPILED_CALL)
-    in_place = call is not None and hasattr(call, ORIGINAL)
-    return _outside_torch(part) if in_place else {"": part}
+    is_in_place = call is not None and hasattr(call, ORIGINAL)
+    return _outside_torch(part) if is_in_place and TorchVersion(torch.__version__) < "2.14" else {"": part}
 
 
 def _outside_torch(module: nn.Module) -> dict[str, nn.Module]:

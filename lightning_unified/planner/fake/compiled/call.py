@@ -29,6 +29,9 @@ from lightning_unified.planner.fake.recorder import Recorder
 
 __all__ = ["CompiledCall"]
 
+_CHECKPOINTED = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""What torch's non-reentrant checkpointing runs around a call: since torch 2.14, and before, when its settings were positional."""
+
 _PLACE = type("Place", (), {"__repr__": lambda _: "tensor"})()  # stands for a tensor among the arguments
 
 
@@ -198,13 +201,15 @@ class _Graph(FusedGraph):
 def _tagged() -> Iterator[None]:
     """Tag the operations of checkpointed calls for the partitioner, as torch's compiler does."""
     calls = count()
+    name = next(one for one in _CHECKPOINTED if hasattr(checkpoint, one))
 
-    def marked(_function: Any, _preserve: bool = True, context_fn: Any = None, *_: Any, **__: Any) -> Iterator[None]:
+    def marked(_function: Any, *given: Any, **settings: Any) -> Iterator[None]:
+        context_fn = settings.get("context_fn") if name == _CHECKPOINTED[0] else given[1]
         mode = None if context_fn is None else context_fn()[0]
         with mode if isinstance(mode, TorchDispatchMode) else _Tags(next(calls)):
             yield
 
-    with replaced(checkpoint, "_checkpoint_without_reentrant_generator", marked), fx_traceback.preserve_node_meta():
+    with replaced(checkpoint, name, marked), fx_traceback.preserve_node_meta():
         yield
 
 
