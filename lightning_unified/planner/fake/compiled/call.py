@@ -30,7 +30,10 @@ from lightning_unified.planner.fake.recorder import Recorder
 __all__ = ["CompiledCall"]
 
 _CHECKPOINTED = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""What torch's non-reentrant checkpointing runs around a call: since torch 2.14, and before, when its settings were positional."""
+"""What torch's non-reentrant checkpointing runs around a call.
+
+The first is there since torch 2.14; the settings of the second are positional.
+"""
 
 _PLACE = type("Place", (), {"__repr__": lambda _: "tensor"})()  # stands for a tensor among the arguments
 
