@@ -13,7 +13,7 @@ Numbers that are counts of rows or terms, divided by all of these, are often equ
 """
 
 from collections.abc import Collection, Sequence
-from math import ceil
+from math import ceil, isfinite
 
 __all__ = ["EXTREMES", "Levels", "name_of"]
 
@@ -44,13 +44,19 @@ class Levels:
     def of(self, name: str, numbers: Sequence[float], counts: Sequence[tuple[float, float]]) -> str | None:
         """Return what a fact tells of one number of a batch; None if it tells nothing.
 
+        Micro-batches whose number is not finite, such as a mean over no terms, are left out.
+
         Args:
             name: The name, as `name_of` returns it.
             numbers: The number in each micro-batch.
             counts: The loss terms and the rows of each micro-batch.
         """
+        finite = [index for index, one in enumerate(numbers) if isfinite(one)]
+        if not finite:
+            return None
+        numbers, counts = [numbers[index] for index in finite], [counts[index] for index in finite]
         ends = self._ends.get(name, ())
-        self._ends[name] = min(*numbers, *ends), max(*numbers, *ends)
+        self._ends[name] = min((*numbers, *ends)), max((*numbers, *ends))
         if len({*numbers}) == 1:
             return None
         extreme = name.rpartition(": ")[2]

@@ -91,10 +91,28 @@ EVEN = [(3.0, 3), (3.0, 3), (3.0, 3)]
         ([0.317, 0.521, 0.521], "held"),
         ([0.317, 0.5, 0.433], "held"),
         ([1 / 3, 1.0, 1 / 3], None),  # a share of three rows
+        ([1 / 3, float("nan"), 1 / 3], None),
+        ([0.317, float("inf"), 0.5], "held"),
+        ([float("nan"), 0.433, float("nan")], None),
     ],
 )
 def test_equal_and_round_numbers_tell_a_level_unless_they_are_shares_of_rows(numbers, level):
     assert Levels().of("log a", numbers, EVEN) == level
+
+
+class AccuracyOfMarked(Net):
+    """Logs a mean that is NaN in micro-batches without a marked row."""
+
+    def loss(self, out, batch):
+        self.log("marked", (out.argmax(1) == batch["y"])[batch["mark"]].to(out).mean())
+        return F.cross_entropy(out, batch["y"])
+
+
+def test_a_log_that_is_nan_in_some_micro_batches_is_no_error():
+    marked = batches(number=4, size=8, change=lambda batch, row: {"mark": torch.tensor(row < 3 + batch)})
+    _, trainer = run(AccuracyOfMarked, marked)
+
+    assert trainer.global_step == 4
 
 
 def test_the_largest_number_of_a_batch_before_tells_a_level():
