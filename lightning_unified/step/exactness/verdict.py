@@ -115,7 +115,7 @@ class BatchNormsThatMix:
         self.names: list[str] = []
 
     def __enter__(self) -> Self:
-        for name, layer in self._module.named_modules():
+        for name, layer in named_modules_of(self._module).items():
             if isinstance(layer, _BatchNorm):
                 self._handles.append(layer.register_forward_pre_hook(partial(self._note, name)))
         return self

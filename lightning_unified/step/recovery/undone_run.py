@@ -79,7 +79,7 @@ class Undone:
             results=self._results,
             batch=None,
         )
-        children = list(module.modules())
+        children = modules_of(module)
         parameters = _parameters(trainer, children)  # frozen ones too: a step may train them, and freeze others
         self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
         known = {*map(id, parameters)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_unified.nn.module_tree.walks import modules_of, tensors_of
 from lightning_unified.step.undo import TRAINING_STEP
 from lightning_unified.step.undo.functions import names_in, reached_functions
 
 __all__ = ["NotedShards", "UsedWeights", "used_otherwise"]
 
 _LISTS = frozenset({"parameters", "named_parameters", "_parameters"})
+_WIDE = frozenset({torch.float32, torch.float64})
+_FORMATS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # 16-bit norms are too coarse
 _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
 
 
@@ -39,21 +43,22 @@ class UsedWeights:
         self._module, self._is_whole = module, is_whole
         self._handles: list[Any] = []
         self._others, self._modes = _FirstUses(), ExitStack()
-        self._used: dict[nn.Module, tuple[list[Tensor], list[float]]] = {}
+        self._used: dict[nn.Module, tuple[list[Tensor], list[Tensor]]] = {}
         self._trained: dict[nn.Module, list[bool]] = {}
         self._switches_before: dict[int, bool] = {}
         self._norms_before: dict[int, float] = {}
 
     def __enter__(self) -> Self:
-        self._switches_before = {id(one): one.requires_grad for one in self._module.parameters()}
+        parameters = tensors_of(self._module)[0]
+        self._switches_before = {id(one): one.requires_grad for one in parameters}
         with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
-            own = list(filter(_is_trained, self._module.parameters())) if self._is_whole else []
-            self._norms_before = dict(zip(map(id, own), _norms(own), strict=True))
+            own = list(filter(_is_trained, parameters)) if self._is_whole else []
+            self._norms_before = dict(zip(map(id, own), _numbers(_norms(own)), strict=True))
             alone = _used_by_operations(self._module)
             self._others.watch(one for one in own if id(one) in alone)
         if self._others.watches:  # else operations run as they do outside, down to the places that warnings name
             self._modes.enter_context(self._others)
-        for layer in self._module.modules():
+        for layer in modules_of(self._module):
             # an embedding with max_norm writes in each pass, and TorchScript takes no hooks
             if _own(layer) and not getattr(layer, "max_norm", None) and not isinstance(layer, torch.jit.ScriptModule):
                 self._handles.append(layer.register_forward_hook(self._note))
@@ -67,12 +72,15 @@ class UsedWeights:
             handle.remove()
 
     def _note(self, layer: nn.Module, _arguments: Any, _result: Any) -> None:
+        if layer in self._trained:
+            return
+        held = _own(layer)
         # `torch.func.functional_call` puts other tensors in their place for a call
-        if layer not in self._trained and all(isinstance(one, nn.Parameter) for one in _own(layer)):
-            self._trained[layer] = [one.requires_grad for one in _own(layer)]
+        if all(isinstance(one, nn.Parameter) for one in held):
+            self._trained[layer] = [one.requires_grad for one in held]
             with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
-                own = _trained(layer) if self._is_whole else []
-                self._used[layer] = own, _norms(own)
+                own = list(filter(_is_trained, held)) if self._is_whole else []
+                self._used[layer] = own, _norms(own)  # on the device: nothing waits for it
 
     @property
     def switched(self) -> Tensor | None:
@@ -90,19 +98,24 @@ class UsedWeights:
         return [pair for pair in self._others.found if id(pair[0]) not in known]
 
     @property
+    def _first(self) -> list[tuple[Tensor, Tensor]]:
+        """All parameters that were used, each with its norm then."""
+        layers = (zip(own, norms, strict=True) for own, norms in self._used.values())
+        return [*chain.from_iterable(layers), *self._used_alone]
+
+    @property
     def first_norms(self) -> list[tuple[Tensor, float]]:
         """The parameters that were written before their first use, each with its norm then."""
-        layers = [pair for own, norms in self._used.values() for pair in zip(own, norms, strict=True)]
-        pairs = [*layers, *((one, float(norm)) for one, norm in self._used_alone)]
-        known = [pair for pair in pairs if id(pair[0]) in self._norms_before]
-        return [(one, norm) for one, norm in known if _differ(one, self._norms_before[id(one)], norm)]
+        known = [pair for pair in self._first if id(pair[0]) in self._norms_before]
+        numbers = _numbers([norm for _, norm in known])
+        pairs = zip([one for one, _ in known], numbers, strict=True)
+        return [(one, norm) for one, norm in pairs if _differ(one, self._norms_before[id(one)], norm)]
 
     @property
     def written(self) -> Tensor | None:
         """A parameter that was written since, for longer than the step; None without one."""
-        changed = [one for own, before in self._used.values() for one in _changed(own, before)]
-        others = self._used_alone
-        changed += _changed([one for one, _ in others], [float(norm) for _, norm in others])
+        used = self._first
+        changed = list(_changed([one for one, _ in used], _numbers([norm for _, norm in used])))
         # no norm is -1: a parameter whose norm before the step is unknown has changed
         return next(_changed(changed, [self._norms_before.get(id(one), -1.0) for one in changed]), None)
 
@@ -133,13 +146,17 @@ class _FirstUses(TorchFunctionMode):
     ) -> Any:
         del types
         result = func(*args, **(kwargs or {}))
-        if self._waiting and torch.is_grad_enabled() and _reads(func, result):
-            for one in (*args, *(kwargs or {}).values()):
-                for each in one if isinstance(one, (list, tuple)) else (one,):
-                    if id(each) in self._waiting:
-                        self._waiting.discard(id(each))
-                        self.found.append((each, _norm(each).double()))
+        # arguments first: most operations have none of the parameters
+        if self._waiting and (used := self._used_in(args, kwargs)) and torch.is_grad_enabled() and _reads(func, result):
+            self._waiting -= {*map(id, used)}
+            self.found += zip(used, _norms(used), strict=True)
         return result
+
+    def _used_in(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Tensor]:
+        """Return the parameters to look for among the arguments of an operation."""
+        given = (*args, *kwargs.values()) if kwargs else args
+        entries = (one if isinstance(one, (list, tuple)) else (one,) for one in given)
+        return list({id(one): one for one in chain.from_iterable(entries) if id(one) in self._waiting}.values())
 
 
 def _reads(func: Any, result: Any) -> bool:
@@ -161,7 +178,7 @@ class NotedShards:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._own = [one for one in parameters if one.requires_grad and _rows(one).numel()]
-        self._before = _norms([_rows(one) for one in self._own])
+        self._before = _numbers(_norms([_rows(one) for one in self._own]))
 
     @property
     def written(self) -> Tensor | None:
@@ -193,7 +210,7 @@ def used_otherwise(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor | None:
 
 def _changed(parameters: Sequence[Tensor], before: Sequence[float]) -> Iterator[Tensor]:
     """Yield the parameters whose norms are no longer those of `before`."""
-    now = _norms([_rows(one) for one in parameters])
+    now = _numbers(_norms([_rows(one) for one in parameters]))
     for parameter, was, norm in zip(parameters, before, now, strict=True):
         if _differ(parameter, was, norm):
             yield parameter
@@ -218,10 +235,10 @@ def _used_by_operations(module: nn.Module) -> set[int]:
     """
     kinds, named = (nn.ParameterList, nn.ParameterDict), names_in(reached_functions(module, TRAINING_STEP))
     if named & _LISTS:
-        return set(map(id, module.parameters()))
+        return set(map(id, tensors_of(module)[0]))
     return {
         id(parameter)
-        for owner in module.modules()
+        for owner in modules_of(module)
         for name, parameter in owner._parameters.items()
         if name in named or owner is module or isinstance(owner, kinds)
     }
@@ -231,21 +248,25 @@ def _own(layer: nn.Module) -> list[Tensor]:
     return [one for one in layer._parameters.values() if one is not None]
 
 
-def _trained(layer: nn.Module) -> list[Tensor]:
-    return list(filter(_is_trained, _own(layer)))
-
-
 def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad and not parameter.is_meta and bool(parameter.numel())
 
 
-def _norm(parameter: Tensor) -> Tensor:
-    # 16-bit norms are too coarse
-    wide = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else None
-    return torch.linalg.vector_norm(parameter.detach(), dtype=wide)
+def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of parameters, each on its device."""
+    tensors = [one.detach() for one in parameters]
+    if tensors and all(type(one) is Tensor and one.is_cpu and one.dtype in _WIDE for one in tensors):
+        return [*torch._foreach_norm(tensors)]  # on CUDA, its kernel adds in another order than that of one norm
+    norms = [torch.linalg.vector_norm(one, dtype=_FORMATS.get(one.dtype)) for one in tensors]
+    return [norm if type(norm) is Tensor else torch.tensor(float(norm)) for norm in norms]
 
 
-def _norms(parameters: Sequence[Tensor]) -> list[float]:
-    with torch.no_grad():
-        norms = [_norm(one) for one in parameters]
-        return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+def _numbers(norms: Sequence[Tensor]) -> list[float]:
+    """Return norms as numbers, with one transfer from each device."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, norm in enumerate(norms):
+        alike.setdefault((norm.device, norm.dtype), []).append(index)
+    numbers = {}
+    for indices in alike.values():
+        numbers.update(zip(indices, torch.stack([norms[index] for index in indices]).tolist(), strict=True))
+    return [numbers[index] for index in range(len(norms))]

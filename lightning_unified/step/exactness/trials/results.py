@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
+from lightning_unified.nn.module_tree.walks import named_modules_of, tensors_of
 from lightning_unified.step.exactness.draws.replay import DrawMode
 from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone
@@ -142,7 +143,7 @@ def aside(
                 written=written,
                 generators=after,
                 draws_on_host=after != before,
-                formats={*draws.formats, *(one.dtype for one in module.parameters() if one.is_floating_point())},
+                formats={*draws.formats, *(one.dtype for one in tensors_of(module)[0] if one.is_floating_point())},
             )
 
         yield Aside(gather, undone.noted)
@@ -172,7 +173,7 @@ def _states_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
 def _wrappers_of(module: nn.Module) -> dict[str, Metric]:
     """Return the torchmetrics objects without a state of their own, by path."""
     name = type(module).__name__
-    found = ((path, child) for path, child in module.named_modules() if isinstance(child, Metric))
+    found = ((path, child) for path, child in named_modules_of(module).items() if isinstance(child, Metric))
     return {f"{name}.{path}": child for path, child in found if not child._defaults}
 
 

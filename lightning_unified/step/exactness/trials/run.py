@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_unified.errors import RankError
 from lightning_unified.hardware.out_of_memory import is_out_of_memory
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.step.exactness.draws.constant import ConstantDraws
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws
@@ -111,7 +112,7 @@ class Runner:
     @property
     def has_dropout(self) -> bool:
         """Whether a layer of the module, in train mode, applies dropout."""
-        return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self.module.modules())
+        return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in modules_of(self.module))
 
     @property
     def has_whole_parameters(self) -> bool:
@@ -121,7 +122,7 @@ class Runner:
     @property
     def hides_code(self) -> bool:
         """Whether a run without dropout may leave out code for training, of modules in eval mode."""
-        hidden = (one for one in self.module.modules() if one.training and draws_or_mixes(one))
+        hidden = (one for one in modules_of(self.module) if one.training and draws_or_mixes(one))
         return not all(is_batch_norm(one) or only_drops(one) for one in hidden)
 
     def require_known_batch_norm(self) -> None:
