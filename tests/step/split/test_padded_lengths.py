@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MergeRules, MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.split.padding import lengths_in, trimmed
 from lightning_unified.step.split.roles import Role
@@ -80,6 +80,25 @@ class FailsOnShortRows(Tagger):
         return super().loss(batch)
 
 
+class Predicts(Tagger):
+    """Predicts each place of its rows, padded to the longest."""
+
+    def predict_step(self, batch, batch_idx):
+        packed = pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.net(packed)[0], batch_first=True)[0]
+
+
+class Pads(Predicts):
+    """Says how its predictions are joined."""
+
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(merge=MergeRules(outputs={"": joined} if stage == "predict" else {}))
+
+
+def joined(values, rows):
+    return pad_sequence([row for value in values for row in value], batch_first=True)
+
+
 class MeanOfPlaces(Tagger):
     """Means over all places of the batch, so that its loss depends on the longest row."""
 
@@ -112,6 +131,22 @@ def test_they_are_validated_as_whole():
         losses.append(trainer.validate(module, Tagger.loader(), verbose=False)[0]["validated"])
 
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+
+
+def predicted(kind, strategy="auto"):
+    module, trainer = trained(kind, strategy)
+    return trainer.predict(module, kind.loader())
+
+
+def test_a_refusal_of_padded_predictions_names_the_padding():
+    with pytest.raises(SplitError, match=r"pads them to the longest .* a function"):
+        predicted(Predicts, UnifiedStrategy(micro_batch_size=3, evaluation_micro_batch_size=3))
+
+
+def test_padded_predictions_are_joined_by_a_function_that_pads():
+    split = predicted(Pads, UnifiedStrategy(micro_batch_size=3, evaluation_micro_batch_size=3))
+
+    torch.testing.assert_close(split, predicted(Predicts), rtol=1e-10, atol=1e-12)
 
 
 def test_a_step_that_fails_on_trimmed_rows_too_is_refused():

@@ -162,7 +162,12 @@ def refusal_of_state(whose: str, paths: Sequence[str], *, hooks: str = TRAINING_
 
 
 def refusal_of_predictions(
-    whose: str, path: str, values: Sequence[Any], rows: Sequence[int], *, fits: Collection[str] | None
+    whose: str,
+    path: str,
+    values: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    fits: Collection[str] | None,
 ) -> str:
     """Return the error message for predictions that no rule puts together for certain.
 
@@ -184,6 +189,11 @@ def refusal_of_predictions(
     )
     if names:
         hint = f"Of the rules that fit so far, {' and '.join(map(repr, names))}, give the one that holds for every batch, {given}; or {whole}."
+    elif has_rows and len({tuple(getattr(value, "shape", ()))[1:] for value in values}) > 1:
+        hint = (
+            "Its rows have other lengths in other micro-batches: the step pads them to the longest of the rows that it gets. Pad them to a fixed length; or "
+            f"give a function of the values of micro-batches and their numbers of rows that pads and joins the values, {given}; or {whole}."
+        )
     elif fits is None and has_rows:
         hint = f'If each entry depends on its own row only, say "concatenate" {given}; else {whole}.'
     elif fits is None:
