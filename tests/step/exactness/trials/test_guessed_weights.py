@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
@@ -16,6 +17,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 ROWS = 48
 X = torch.randn(ROWS, 6, generator=GENERATOR, dtype=torch.float64)
 NUMBERS = torch.randint(1, 6, (ROWS,), generator=GENERATOR)
+CLASSES = torch.randint(0, 3, (ROWS,), generator=GENERATOR)
 TARGETS = torch.randint(-1, 3, (ROWS, 4), generator=GENERATOR)
 NONE = TARGETS.clone().clamp(min=-1, max=1)
 NONE[22:28] = -1  # a micro-batch of the second batch
@@ -46,6 +48,16 @@ class Foreground(Tuple):
 
     def loss(self, out, targets):
         return ((out[:, :4] - 1).square() * (targets > 0)).sum() / (targets > 0).sum()
+
+
+class WithoutAClass(Tuple):
+    """Leaves out a label that is a class elsewhere."""
+
+    fields = (X, CLASSES)
+
+    def loss(self, out, classes):
+        kept = classes != 2
+        return F.binary_cross_entropy_with_logits(out[kept, 0], classes[kept].double())
 
 
 class Boxes(Tuple):
@@ -85,7 +97,7 @@ class Squares(Lengths):
         return out.square().sum() / lengths.square().sum()
 
 
-@first_cells(3, "kind", [Boxes, Mixed, Lengths, Foreground])
+@first_cells(5, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
     whole, *_ = run(kind, "auto")
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
@@ -114,5 +126,12 @@ def test_guesses_are_no_candidates():
     batch = (X, NUMBERS, TARGETS, BOXES)
     names = [rule.name for rule in guesses(batch, ROWS)]
 
-    assert names == ["total of '1'", "entries of '2' above 0", "lengths of '3'"]
+    without = [f"entries of '1' other than {value}" for value in range(1, 6)]
+    assert names == [
+        "total of '1'",
+        *without,
+        "entries of '2' above 0",
+        "entries of '2' other than 2",
+        "lengths of '3'",
+    ]
     assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
