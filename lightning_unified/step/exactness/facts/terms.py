@@ -16,6 +16,7 @@ def _finite_rows(leaf: Tensor) -> Tensor:
     return leaf.isfinite().flatten(1).all(1)
 
 
+_ONLY = "only "
 _MARKS: dict[str, Callable[[Tensor], Tensor]] = {
     "above 0": lambda leaf: leaf > 0,
     "finite": torch.isfinite,
@@ -32,8 +33,8 @@ class Terms:
         left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
         is_shifted: Whether the first entry of each row is no term.
         size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
-        kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, or `"lengths"` of the rows'
-            entries; empty for none.
+        kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, `"lengths"` of the rows'
+            entries, or entries of the class `"only <class>"`; empty for none.
         weights: The weight of each class, if the entries are classes; then the number of terms is the sum of their weights.
     """
 
@@ -59,6 +60,8 @@ class Terms:
         leaf = leaf[:, 1:] if self.is_shifted else leaf
         if self.kind in _MARKS:
             leaf = _MARKS[self.kind](leaf)
+        elif self.kind.startswith(_ONLY):
+            leaf = leaf == int(self.kind.removeprefix(_ONLY))
         terms = leaf if self.left_out is None else leaf != self.left_out
         dtype = torch.float64 if leaf.device.type == "cpu" else torch.float32
         if self.weights:

@@ -20,7 +20,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LABELS = ("labels", "label", "targets", "target")
 _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
-_CLASSES = 8  # judgement: of more classes, a loss seldom leaves out one that is no padding
+_CLASSES = 8  # judgement: a loss seldom tells apart more classes by masks
 _NAMED = 4  # class weights that a rule's name shows
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
@@ -75,18 +75,21 @@ def guesses(batch: Any, rows: int) -> Iterator[LossRule]:
             yield LossRule(f"total of {path!r}", Terms(path, kind="total"), is_guess=True)
         if least <= 0 < most:
             yield LossRule(f"entries of {path!r} above 0", Terms(path, kind="above 0"), is_guess=True)
-        for value in _few_values(tensor, least, most):
-            yield LossRule(f"entries of {path!r} other than {value}", Terms(path, value), is_guess=True)
+        yield from _of_classes(path, tensor, least, most)
     for path, lengths in lengths_of(batch, rows):
         if len({*lengths}) > 1:
             yield LossRule(f"lengths of {path!r}", Terms(path, kind="lengths"), is_guess=True)
 
 
-def _few_values(tensor: Tensor, least: float, most: float) -> list[int]:
-    """Return the values of a field of few classes, one of which a loss may leave out, and which is no usual padding."""
-    if not 0 < most - least < _CLASSES:
-        return []
-    return [value for value in tensor.unique().tolist() if value not in (*_LEFT_OUT, *_padding(tensor))]
+def _of_classes(path: str, tensor: Tensor, least: float, most: float) -> Iterator[LossRule]:
+    """Yield the rules that leave out one of a few classes, or count one, such as the rows of a task."""
+    values = tensor.unique().tolist() if 0 < most - least < _CLASSES else []
+    usual = (*_LEFT_OUT, *_padding(tensor)) if values else ()
+    for value in values:
+        if value not in usual:
+            yield LossRule(f"entries of {path!r} other than {value}", Terms(path, value), is_guess=True)
+        if len(values) > 2:  # else all but the other one
+            yield LossRule(f"entries of {path!r} that are {value}", Terms(path, kind=f"only {value}"), is_guess=True)
 
 
 def may_count(rule: LossRule, batch: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -60,6 +61,18 @@ class WithoutAClass(Tuple):
         return F.binary_cross_entropy_with_logits(out[kept, 0], classes[kept].double())
 
 
+class Tasks(WithoutAClass):
+    """Adds up a mean for each task, over the rows of that task."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(3)).double()
+
+    def training_step(self, batch, batch_idx):
+        x, tasks = batch
+        return sum((self.heads[task](x[tasks == task]) - 1).square().mean() for task in tasks.unique().tolist())
+
+
 class Boxes(Tuple):
     @staticmethod
     def loader():
@@ -97,7 +110,7 @@ class Squares(Lengths):
         return out.square().sum() / lengths.square().sum()
 
 
-@first_cells(5, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass])
+@first_cells(6, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, Tasks])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
     whole, *_ = run(kind, "auto")
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
@@ -126,12 +139,14 @@ def test_guesses_are_no_candidates():
     batch = (X, NUMBERS, TARGETS, BOXES)
     names = [rule.name for rule in guesses(batch, ROWS)]
 
-    without = [f"entries of '1' other than {value}" for value in range(1, 6)]
+    by_class = [f"entries of '1' {how} {value}" for value in range(1, 6) for how in ("other than", "that are")]
     assert names == [
         "total of '1'",
-        *without,
+        *by_class,
         "entries of '2' above 0",
+        *(f"entries of '2' that are {value}" for value in range(-1, 2)),
         "entries of '2' other than 2",
+        "entries of '2' that are 2",
         "lengths of '3'",
     ]
     assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
