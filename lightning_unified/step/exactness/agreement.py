@@ -17,6 +17,7 @@ from lightning_unified.step.exactness.losses import (
     declared,
     give_other_shares,
     guesses,
+    guesses_of_whole_losses,
     restored,
 )
 
@@ -49,7 +50,8 @@ class AgreedRules:
         if (own := declared(self._rules)) is not None:
             return [own]
         known = {rule.name: rule for rule in (*self.agreeing, *candidates(batch, rows, ignored, scorings))}
-        known = {rule.name: rule for rule in guesses(batch, rows)} | known
+        guessed = (*guesses(batch, rows), *guesses_of_whole_losses(batch, rows))
+        known = {rule.name: rule for rule in guessed} | known
         # class weights that the loss has now may be those of an earlier epoch, which a check of the next one rejected
         present = {one.weights for one in scorings if one.weights}
         open_ = (one for name, one in known.items() if name not in self._rejected or one.class_weights in present)

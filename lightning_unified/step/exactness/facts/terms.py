@@ -16,11 +16,17 @@ def _finite_rows(leaf: Tensor) -> Tensor:
     return leaf.isfinite().flatten(1).all(1)
 
 
+def _rows_with_an_entry(leaf: Tensor) -> Tensor:
+    return (leaf != 0).flatten(1).any(1)
+
+
 _ONLY = "only "
 _MARKS: dict[str, Callable[[Tensor], Tensor]] = {
     "above 0": lambda leaf: leaf > 0,
     "finite": torch.isfinite,
     "finite rows": _finite_rows,
+    "rows with an entry": _rows_with_an_entry,
+    "places up to": lambda leaf: leaf + 1,
 }
 
 
@@ -33,8 +39,8 @@ class Terms:
         left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
         is_shifted: Whether the first entry of each row is no term.
         size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
-        kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, `"lengths"` of the rows'
-            entries, or entries of the class `"only <class>"`; empty for none.
+        kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, `"rows with an entry"` other
+            than 0, `"places up to"` an index in each row, `"lengths"` of the rows' entries, or entries of the class `"only <class>"`; empty for none.
         weights: The weight of each class, if the entries are classes; then the number of terms is the sum of their weights.
     """
 

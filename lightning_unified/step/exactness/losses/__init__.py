@@ -1,6 +1,6 @@
 """Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
-from lightning_unified.step.exactness.losses.candidates import candidates, guesses, may_count
+from lightning_unified.step.exactness.losses.candidates import candidates, guesses, guesses_of_whole_losses, may_count
 from lightning_unified.step.exactness.losses.rules import LossRule, SummandRule, declared, likeliest, restored
 from lightning_unified.step.exactness.losses.weighting import (
     Weighting,
@@ -20,6 +20,7 @@ __all__ = [
     "declared",
     "give_other_shares",
     "guesses",
+    "guesses_of_whole_losses",
     "likeliest",
     "may_count",
     "require_counts",

@@ -14,7 +14,7 @@ from lightning_unified.step.exactness.facts.labels import Scoring
 from lightning_unified.step.exactness.facts.terms import Terms
 from lightning_unified.step.exactness.losses.rules import LossRule
 
-__all__ = ["candidates", "guesses", "may_count"]
+__all__ = ["candidates", "guesses", "guesses_of_whole_losses", "may_count"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LABELS = ("labels", "label", "targets", "target")
@@ -66,23 +66,42 @@ def candidates(
 
 def guesses(batch: Any, rows: int) -> Iterator[LossRule]:
     """Yield the loss rules that a check tries where no candidate agrees."""
-    for path, tensor in named_tensors(batch):
-        is_plain = tensor.layout is torch.strided and tensor.dtype in _INTEGERS
-        if not (is_plain and tensor.dim() and tensor.shape[0] == rows and tensor.numel()):
-            continue
+    for path, tensor in _fields_of_numbers(batch, rows, _INTEGERS):
         least, most = (float(one) for one in tensor.aminmax())
         if tensor.dim() == 1 and least >= 0 and not _is_count(path, tensor):
             yield LossRule(f"total of {path!r}", Terms(path, kind="total"), is_guess=True)
         if least <= 0 < most:
             yield LossRule(f"entries of {path!r} above 0", Terms(path, kind="above 0"), is_guess=True)
-        yield from _of_classes(path, tensor, least, most)
     for path, lengths in lengths_of(batch, rows):
         if len({*lengths}) > 1:
             yield LossRule(f"lengths of {path!r}", Terms(path, kind="lengths"), is_guess=True)
 
 
+def guesses_of_whole_losses(batch: Any, rows: int) -> Iterator[LossRule]:
+    """Yield further guesses, by which no summand of a loss is weighted.
+
+    A summand may have a gradient in one micro-batch only, which some of so many counts of a few rows would fit by chance.
+    """
+    for path, tensor in _fields_of_numbers(batch, rows, (*_INTEGERS, torch.bool)):
+        if tensor.dim() > 1 and not bool(tensor.flatten(1).any(1).all()):
+            yield LossRule(f"rows of {path!r} with an entry", Terms(path, kind="rows with an entry"), is_guess=True)
+        if tensor.dtype == torch.bool:
+            continue
+        least, most = (float(one) for one in tensor.aminmax())
+        if tensor.dim() == 1 and least >= 0 and not _is_count(path, tensor):
+            yield LossRule(f"places up to {path!r}", Terms(path, kind="places up to"), is_guess=True)
+        yield from _of_classes(path, tensor, least, most)
+
+
+def _fields_of_numbers(batch: Any, rows: int, dtypes: Collection[torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    for path, tensor in named_tensors(batch):
+        is_plain = tensor.layout is torch.strided and tensor.dtype in dtypes
+        if is_plain and tensor.dim() and tensor.shape[0] == rows and tensor.numel():
+            yield path, tensor
+
+
 def _of_classes(path: str, tensor: Tensor, least: float, most: float) -> Iterator[LossRule]:
-    """Yield the rules that leave out one of a few classes, or count one, such as the rows of a task."""
+    """Yield the rules that leave out one of a few classes, or count one."""
     values = tensor.unique().tolist() if 0 < most - least < _CLASSES else []
     usual = (*_LEFT_OUT, *_padding(tensor)) if values else ()
     for value in values:

@@ -256,7 +256,7 @@ def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the norms of parameters, each on its device."""
     tensors = [one.detach() for one in parameters]
     if tensors and all(type(one) is Tensor and one.is_cpu and one.dtype in _WIDE for one in tensors):
-        return [*torch._foreach_norm(tensors)]  # on CUDA, its kernel adds in another order than that of one norm
+        return [*torch._foreach_norm(tensors)]  # pyright: ignore[reportPrivateImportUsage]
     norms = [torch.linalg.vector_norm(one, dtype=_FORMATS.get(one.dtype)) for one in tensors]
     return [norm if type(norm) is Tensor else torch.tensor(float(norm)) for norm in norms]
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from lightning_unified.step.exactness.losses import candidates, guesses
+from lightning_unified.step.exactness.losses import candidates, guesses, guesses_of_whole_losses
 from tests.support.lanes import first_cells
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
@@ -18,6 +17,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 ROWS = 48
 X = torch.randn(ROWS, 6, generator=GENERATOR, dtype=torch.float64)
 NUMBERS = torch.randint(1, 6, (ROWS,), generator=GENERATOR)
+MASKS = (torch.arange(4) + torch.arange(ROWS)[:, None]) % 7 < (torch.arange(ROWS) % 5)[:, None]
 CLASSES = torch.randint(0, 3, (ROWS,), generator=GENERATOR)
 TARGETS = torch.randint(-1, 3, (ROWS, 4), generator=GENERATOR)
 NONE = TARGETS.clone().clamp(min=-1, max=1)
@@ -61,16 +61,24 @@ class WithoutAClass(Tuple):
         return F.binary_cross_entropy_with_logits(out[kept, 0], classes[kept].double())
 
 
-class Tasks(WithoutAClass):
-    """Adds up a mean for each task, over the rows of that task."""
+class UpToAPlace(Tuple):
+    """Has terms up to a place of each row, which is one too, as the time of an event."""
 
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(3)).double()
+    fields = (X, NUMBERS.remainder(4))
 
-    def training_step(self, batch, batch_idx):
-        x, tasks = batch
-        return sum((self.heads[task](x[tasks == task]) - 1).square().mean() for task in tasks.unique().tolist())
+    def loss(self, out, places):
+        steps = torch.arange(out.shape[1]) <= places[:, None]
+        return (out.square() * steps).sum() / steps.sum()
+
+
+class RowsWithAnEntry(Tuple):
+    """Leaves out rows whose mask is empty."""
+
+    fields = (X, MASKS)
+
+    def loss(self, out, masks):
+        shares = (out.masked_fill(~masks, -1e4).softmax(1) * out).sum(1)
+        return shares[masks.any(1)].mean()
 
 
 class Boxes(Tuple):
@@ -110,7 +118,7 @@ class Squares(Lengths):
         return out.square().sum() / lengths.square().sum()
 
 
-@first_cells(6, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, Tasks])
+@first_cells(7, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
     whole, *_ = run(kind, "auto")
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
@@ -139,14 +147,17 @@ def test_guesses_are_no_candidates():
     batch = (X, NUMBERS, TARGETS, BOXES)
     names = [rule.name for rule in guesses(batch, ROWS)]
 
-    by_class = [f"entries of '1' {how} {value}" for value in range(1, 6) for how in ("other than", "that are")]
+    assert names == ["total of '1'", "entries of '2' above 0", "lengths of '3'"]
+    assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
+
+
+def test_further_guesses_are_of_whole_losses_alone():
+    names = [rule.name for rule in guesses_of_whole_losses((X, NUMBERS, TARGETS, BOXES), ROWS)]
+
     assert names == [
-        "total of '1'",
-        *by_class,
-        "entries of '2' above 0",
+        "places up to '1'",
+        *(f"entries of '1' {how} {value}" for value in range(1, 6) for how in ("other than", "that are")),
         *(f"entries of '2' that are {value}" for value in range(-1, 2)),
         "entries of '2' other than 2",
         "entries of '2' that are 2",
-        "lengths of '3'",
     ]
-    assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
