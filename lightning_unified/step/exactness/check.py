@@ -333,9 +333,8 @@ class ExactnessCheck:
     def _check(self, asked: Request) -> range:
         """Check a batch, and return the rows that ran; none if the check is undecided."""
         self._make_room()
-        found, rules = self._splitter.trimming_if_needed(
-            asked.batch, lambda: self._findings(asked), anywhere=self._group.anywhere
-        )
+        anywhere = self._group.anywhere
+        found, rules = self._splitter.trimming_if_needed(asked.batch, lambda: self._findings(asked), anywhere=anywhere)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._runner.require_known_batch_norm()

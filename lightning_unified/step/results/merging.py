@@ -30,16 +30,8 @@ _SUMS = ("mean", "mean of rows", "sum", *OF_SUMMANDS)
 _EXTREMES = ("max", "min")
 LAST = "last"  # noted for values that equal runs write differently, such as times
 _SHAPE = "shape"  # of lengths in a tensor: rows add up, and the others are equal
-_ORDER = (
-    LAST,
-    "as written",
-    "equal",
-    *CONCATENATIONS,
-    *FIGURES,
-    AS_LOSS,
-    *OF_SUMMANDS,
-    _SHAPE,
-)  # of several fitting rules the first is used
+# of several fitting rules the first is used
+_ORDER = (LAST, "as written", "equal", *CONCATENATIONS, *FIGURES, AS_LOSS, *OF_SUMMANDS, _SHAPE)
 
 
 @dataclass(frozen=True, slots=True)
