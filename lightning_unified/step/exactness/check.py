@@ -122,9 +122,7 @@ class ExactnessCheck:
             # the facts again: the check may have recorded that the step reads counters
             self._profiles.add(self._facts(own))
         assert self._verdict is not None
-        self._verdict = replace(
-            self._verdict, unmergeable=self._unmergeable
-        )  # batches since then may have refuted rules
+        self._verdict = self._verdict.without_rules_for(self._unmergeable)  # batches since then may have refuted rules
         return self._verdict
 
     def attend(self, own: Request) -> Verdict | None:
@@ -310,7 +308,7 @@ class ExactnessCheck:
                 found = refusal
         left = self._group.agreed(found, rules)
         if self._verdict is not None:
-            self._verdict = replace(self._verdict.under(self._agreed.keep(left)), unmergeable=self._unmergeable)
+            self._verdict = self._verdict.under(self._agreed.keep(left)).without_rules_for(self._unmergeable)
 
     def _findings(self, asked: Request, tries: int = 3) -> tuple[Findings | str, Sequence[LossRule]]:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""

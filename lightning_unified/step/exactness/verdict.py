@@ -91,6 +91,10 @@ class Verdict:
         """Return the verdict for an undecided check, with the likeliest rule."""
         return cls(rule=rule, conclusive=False, reason=f"{rule.name}, unchecked: {why}", unmergeable=unmergeable)
 
+    def without_rules_for(self, names: tuple[str, ...]) -> "Verdict":
+        """Return this verdict with `names` as what no rule merges; the same object if that is known."""
+        return self if names == self.unmergeable else replace(self, unmergeable=names)
+
     def under(self, rule: LossRule | None) -> "Verdict":
         """Return this verdict with the first rule that also gives the loss of all rows; None keeps the rule."""
         if rule is None or rule.name == self.rule.name:

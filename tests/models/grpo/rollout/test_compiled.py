@@ -113,15 +113,7 @@ def test_a_recorded_step_sees_weights_that_were_trained_meanwhile(decoding: str)
         ("captured", False),
         ("captured", True),
         ("compiled", False),
-        pytest.param(
-            "compiled",
-            True,
-            marks=pytest.mark.xfail(
-                torch.__version__ < "2.13",
-                strict=True,
-                reason="this compiler rounds under autocast in part: 0.024 nats",
-            ),
-        ),
+        ("compiled", True),
     ],
 )
 def test_recorded_steps_round_where_the_loss_pass_rounds(decoding: str, *, autocast: bool) -> None:

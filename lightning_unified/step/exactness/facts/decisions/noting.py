@@ -4,7 +4,7 @@ import dis
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -172,9 +172,15 @@ class NoteDecisions(BaseTorchFunctionMode):
 
 def _outside(frame: FrameType | None, packages: set[str]) -> FrameType | None:
     """Return the innermost frame from `frame` on whose code is in none of `packages`."""
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
+    while frame is not None and _package(frame.f_globals.get("__name__")) in packages:
         frame = frame.f_back
     return frame
+
+
+@cache
+def _package(module: Any) -> str:
+    """Return the top package of a module; it is asked for each frame of each operation."""
+    return str(module).partition(".")[0]
 
 
 def _limits_of(frame: FrameType) -> Iterator[float]:
