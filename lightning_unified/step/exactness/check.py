@@ -25,7 +25,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
-from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
+from lightning_unified.step.exactness.facts.bends import NOT_FINITE, LossBends, are_mixed
 from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS, CarriedRows
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
@@ -240,7 +240,7 @@ class ExactnessCheck:
         news = self._profiles.news(facts)
         compared = micro_batches if are_mixed(news) else ()
         mixed = bends.mixed_rows(news, micro_batches) if compared else range(0)
-        is_checked = is_checked and {*mixed} <= {*self._own_checked}
+        is_checked = is_checked and {*mixed} <= {*self._own_checked} and NOT_FINITE not in news
         own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared, differing=mixed)
         self._checked(own, is_due=lambda: bool(self._profiles.news(facts)))
         self._profiles.add(facts)
@@ -294,6 +294,7 @@ class ExactnessCheck:
             differing=asked.differing,
             ignored=self.host_figures.ignored,
             least=asked.least,
+            is_fine=NOT_FINITE in asked.facts,
         )
 
     def _require_all_rows(self, asked: Request) -> None:

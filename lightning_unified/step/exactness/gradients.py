@@ -28,11 +28,13 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 __all__ = [
     "Disagreement",
     "GradientSample",
     "Tolerance",
+    "are_finite",
     "disagreement",
     "sample_gradients",
     "tolerance_in_training",
@@ -153,6 +155,17 @@ class GradientSample:
     def sizes_from(self, squares: Tensor) -> Tensor:
         """Return the root mean square of each parameter's entries, given the sums of their squares."""
         return (squares / torch.tensor(self.lengths).clamp_min(1)).sqrt()
+
+
+def are_finite(gradients: Iterable[Tensor | None]) -> bool:
+    """Return whether all entries of gradients are finite; the host waits for the devices once.
+
+    Of a gradient in shards, the own shard counts.
+    """
+    held = [one.to_local() if isinstance(one, DTensor) else one for one in gradients if one is not None]
+    strided = [one.coalesce().values() if one.layout is torch.sparse_coo else one for one in held]
+    largest = get_total_norm([one for one in strided if one.numel()], norm_type=math.inf)
+    return bool(largest.isfinite())
 
 
 def _device_of(groups: Sequence[_Group]) -> torch.device:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_unified.step.exactness.facts.fields import named_tensors
 from lightning_unified.step.exactness.facts.figures import IGNORED, ignored_in_rows, size_and_sign_of
 from lightning_unified.step.exactness.losses import LossRule
+from lightning_unified.step.split import split_rows
 
 __all__ = ["Check", "splits_of", "starts_of", "window", "windows_over"]
 
@@ -152,6 +153,7 @@ class Check:
         ignored: Labels that losses ignore.
         least: The fewest units of a micro-batch.
         of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
+        is_fine: Whether to split the rows into the smallest micro-batches, because some rows alone have a gradient that is not finite.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -168,6 +170,7 @@ class Check:
     ignored: Collection[int] = (IGNORED,)
     least: int = 1
     of_summands: Sequence[LossRule] = ()
+    is_fine: bool = False
 
     @property
     def batch(self) -> Any:
@@ -181,6 +184,8 @@ class Check:
             units: The number of units to split.
             other: Whether to return another split, if there is one.
         """
+        if self.is_fine:
+            return split_rows(units * self.unit, micro_batch_size=self.least * self.unit, unit=self.unit)
         splits = splits_of(units, least=self.least)
         return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
 

@@ -14,6 +14,7 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.decisions import BatchDecisions
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.facts.levels import Levels
+from lightning_unified.step.exactness.gradients import are_finite
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.parameters.earlier_gradients import copies_of_gradients, put_gradients
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -249,6 +250,8 @@ class SplitBatch:
         bends, self._bends = self._bends, None
         if bends is not None and self._is_checked:
             bends.add_written(self._merging.written_numbers())
+            if bends.may_hide and not are_finite(one.grad for one in self._parameters):
+                bends.add_not_finite()
             places = self._small.written()
             bends.add_parameters(places)
             weights = self._weighting.weights

@@ -68,10 +68,21 @@ def _group_of_parameters() -> Any:
     return _sharded()._get_fsdp_state()._fsdp_param_group
 
 
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # torch's own order
+        return value.clone()
+
+
+def _node() -> Any:
+    return _Same.apply(torch.ones(1, requires_grad=True)).grad_fn
+
+
 _MAKERS: dict[str, Any] = {
     "AdamW": lambda: torch.optim.AdamW(nn.Linear(1, 1).parameters(), fused=True),
     "Autocast": lambda: torch.autocast("cpu"),
     "BatchSamplerWrapper": lambda: _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(2)), 1, False)),
+    "BackwardCFunction": _node,
     "BaseTunerLayer": _tuner_layer,
     "CSVLogger": lambda: CSVLogger("unused"),
     "Closure": lambda: Closure(lambda: None, None, None),  # type: ignore[arg-type]

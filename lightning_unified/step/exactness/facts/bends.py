@@ -26,16 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.bent_nodes import LIMIT, PLACES, figures_of
+from lightning_unified.step.exactness.facts.bent_nodes import LIMIT, PLACES, figures_of, may_hide
 from lightning_unified.step.exactness.facts.graph import GraphFact, graph_near
 from lightning_unified.step.exactness.facts.labels import NUMBER, WEIGHED
 from lightning_unified.step.exactness.facts.levels import Levels
 
-__all__ = ["LossBends", "are_mixed", "variation"]
+__all__ = ["NOT_FINITE", "LossBends", "are_mixed", "variation"]
 
 Fact = tuple[Any, str, Any]
 
 _OF_NO_TERMS: Fact = ("the loss", "bends", ("of no terms", True))
+NOT_FINITE: Fact = ("the loss", "bends", ("a gradient that is not finite", True))
+"""The gradient of some micro-batch is not finite, although the losses are."""
+
 _ROUNDING = 1e-5  # of a quotient of two float32 numbers
 
 
@@ -49,6 +52,9 @@ class LossBends:
 
     Args:
         levels: The levels of logged and returned numbers in the batches before.
+
+    Attributes:
+        may_hide: Whether the loss may be finite where its gradient is not.
     """
 
     def __init__(self, levels: Levels | None = None) -> None:
@@ -62,6 +68,8 @@ class LossBends:
         self._lacking: list[int] = []  # micro-batches with a loss of no terms
         self._counts: list[tuple[float, float]] = []  # of each micro-batch: its loss terms and its rows
         self._transfers: list[torch.cuda.Event] = []
+        self._is_finite = True
+        self.may_hide = False
 
     def add(
         self, loss: Tensor, *, rows: int = 1, terms: float = 1.0, numbers: Mapping[str, Tensor] | None = None
@@ -76,6 +84,7 @@ class LossBends:
         """
         graph, nodes = graph_near(loss)
         found = list(figures_of(nodes))
+        self.may_hide |= may_hide(nodes)
         self._graphs.append(graph)
         self._counts.append((terms, rows))
         others = {} if numbers is None else numbers
@@ -103,6 +112,10 @@ class LossBends:
         """
         self._lacking.append(index)
 
+    def add_not_finite(self) -> None:
+        """Note that the gradient of some micro-batch is not finite, although the losses are."""
+        self._is_finite = False
+
     def _sent(self, figures: list[Tensor]) -> list[Tensor]:
         """Begin the transfer of figures on a CUDA device to the host, and return all figures.
 
@@ -129,6 +142,8 @@ class LossBends:
             facts: Facts about this batch.
             micro_batches: The rows of each micro-batch.
         """
+        if NOT_FINITE in facts:
+            return range(sum(micro_batches))
         if _OF_NO_TERMS in facts:
             return range(sum(micro_batches[: self._lacking[0]]), sum(micro_batches[: self._lacking[0] + 1]))
         places: dict[Any, set[int]] = {}
@@ -161,6 +176,7 @@ class LossBends:
                 if (noted := _noted(name, values, counts)) is not None:
                     facts.add(("the loss", "bends", (graph, place, name, *noted)))
         facts.update([_OF_NO_TERMS] if self._lacking else [])
+        facts.update([] if self._is_finite else [NOT_FINITE])
         facts.update(("the step", "writes a parameter", place) for place in self._parameters)
         return frozenset({*facts, *self._facts_of_numbers(figures), *self._decided})
 

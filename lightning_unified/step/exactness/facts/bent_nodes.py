@@ -21,14 +21,34 @@ from torch import Tensor
 
 from lightning_unified.step.exactness.facts.labels import NUMBER, figures_of_labels, labels_of, saved
 
-__all__ = ["LIMIT", "NUMBER", "PLACES", "figures_of"]
+__all__ = ["LIMIT", "NUMBER", "PLACES", "figures_of", "may_hide"]
 
 _MOST = 4096  # entries of a bent tensor; larger ones hold positions of rows, not means over rows
 _FEW = 16  # values of which the largest is taken, such as the losses of some tasks
 _FLAT = 8.0  # softplus(x) is 0 or x up to 3e-4 beyond
 
+_HIDING = (
+    *("NanToNum", "Nansum", "Where", "MaskedFill", "MaskedScatter", "MaskedSelect", "Index", "CopySlices", "Fmax"),
+    *("Fmin", "Sqrt", "Rsqrt", "Pow", "Norm", "LinalgVectorNorm", "Acos", "Asin", "Atan2"),
+)  # operations whose result may be finite where a gradient is not
+
 PLACES = " at some places"
 LIMIT = " up to a limit"
+
+
+def may_hide(nodes: list[Any]) -> bool:
+    """Return whether a loss may be finite where its gradient is not.
+
+    `nan_to_num(total / count)` and `where(count > 0, total / count, 0)` are 0 for no terms, and their gradient is 0 / 0. That of `sqrt(0)` is
+    infinite. A custom or compiled function may hold any of them.
+    """
+    return any(node.name().startswith(_HIDING) or _is_custom(node) for node in nodes)
+
+
+def _is_custom(node: Any) -> bool:
+    """Return whether a node is a function of Python code that is not ours."""
+    own = getattr(node, "_forward_cls", None)
+    return own is not None and not own.__module__.startswith("lightning_unified.")
 
 
 def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
