@@ -1,7 +1,7 @@
 """The state that FSDP2 keeps within an iteration: set up, and reset after a step that failed.
 
-This is the one file that touches private names of `fully_shard`. torch 2.13 has `FSDPModule.reset_iter_state()`; 2.11 and 2.12 have no
-such method, and none of them can reset without freeing gathered parameters. So the reset is ours on all versions;
+This is the one file that touches private names of `fully_shard`. torch has `FSDPModule.reset_iter_state()` since 2.13. It frees gathered
+parameters, and since 2.15 it drops reduced gradients; a rank may have to keep both. So the reset is ours on all versions;
 `tests/step/sharding/test_iteration.py` compares it with torch's.
 """
 
@@ -65,7 +65,7 @@ def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
     Args:
         roots: The outermost sharded modules.
         reshards: Whether gathered parameters and their gradients are freed. `FSDPModule.reset_iter_state()` frees the
-            parameters only: gradients that a failed backward pass has not reduced would be added to the next ones (torch 2.13).
+            parameters only: gradients that a failed backward pass has not reduced would be added to the next ones (before torch 2.15).
             A step that holds whole parameters needs both again.
     """
     for root in roots:
@@ -83,8 +83,12 @@ def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
                 if reshards:
                     _drop_whole_gradients(group)
                     group._to_sharded()
+                _widen_gradients(group)
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
+        if hasattr(state._comm_ctx, "active_gradient_reduction"):  # since torch 2.15
+            state._comm_ctx.active_gradient_reduction = state._state_ctx.manual_backward_finalization_active = None
+            state._state_ctx.gradient_reduction_pending = False
 
 
 def _groups(state: Any) -> Iterator[Any]:
@@ -126,13 +130,26 @@ def _reset_group(group: Any, wait: Callable[[Any], object]) -> None:
             wait(event)
     group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
     group._partial_reduce_output = None
+    if hasattr(group, "_post_backward_pending"):  # since torch 2.15
+        group._post_backward_pending = False
+        group._partial_reduce_output_layout.clear()
     group._post_forward_indices.clear()
     group._training_state = TrainingState.IDLE
 
 
+def _widen_gradients(group: Any) -> None:
+    """Let whole gradients have the format that they accumulate in.
+
+    Since torch 2.15, a backward pass may form them in the narrower format of the parameters until it ends.
+    """
+    if hasattr(group, "_set_unsharded_grad_dtypes"):
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+
+
 def _drop_whole_gradients(group: Any) -> None:
     for parameter in group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 a property that returns `whole.grad`
+            parameter.unsharded_accumulated_grad = None
         whole = getattr(parameter, "_unsharded_param", None)  # made by the first all-gather
         if whole is not None:
             whole.grad = None
