@@ -16,7 +16,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_unified.step.ranks.consensus import Ranks
 
-__all__ = ["VotedCollectives", "groups_of", "hold_whole", "initialize", "reset_iteration", "set_collectives"]
+__all__ = [
+    "VotedCollectives",
+    "accumulate_in_reduced_format",
+    "groups_of",
+    "hold_whole",
+    "initialize",
+    "reset_iteration",
+    "set_collectives",
+]
 
 
 def groups_of(module: nn.Module) -> tuple[str, ...] | None:
@@ -55,6 +63,18 @@ def hold_whole(roots: Iterable[FSDPModule]) -> None:
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(False)
+
+
+def accumulate_in_reduced_format(roots: Iterable[FSDPModule]) -> None:
+    """Let whole gradients have the format of the reduction, if the module's policy names one.
+
+    Call it when parameters are whole. Before torch 2.15, FSDP2 accumulates these gradients in an attribute of its own otherwise.
+    """
+    for root in roots:
+        for state in root._get_fsdp_state()._state_ctx.all_states:
+            for parameter in (one for group in _groups(state) for one in group.fsdp_params):
+                if parameter.reduce_dtype is not None:
+                    parameter._unsharded_param.grad_dtype = parameter.reduce_dtype
 
 
 def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:

@@ -7,7 +7,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_unified.step.sharding.iteration import hold_whole, initialize, reset_iteration
+from lightning_unified.step.sharding.iteration import (
+    accumulate_in_reduced_format,
+    hold_whole,
+    initialize,
+    reset_iteration,
+)
 from tests.support.lanes import first_cells, some
 from tests.support.ranks.processes import on_ranks
 
@@ -160,6 +165,17 @@ def accumulated_in_low_precision():
     return torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
 
 
+def accumulated_for_a_reduction():
+    """Return the gradients of two passes, and those of whole double-precision parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net, plain = sharded_and_held(mp_policy=policy), built()
+    accumulate_in_reduced_format([net])
+    for _ in range(2):
+        net(rows()).square().mean().backward()
+        plain(rows()).square().mean().backward()
+    return tuple(torch.cat([one.grad.flatten() for one in module.parameters()]) for module in (net, plain))
+
+
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 has no reset to compare with"
 )
@@ -184,3 +200,9 @@ def test_a_rank_that_holds_whole_parameters_resets_alone(place):
 def test_gradients_after_a_reset_have_the_precision_of_undisturbed_ones():
     undisturbed, found = on_ranks(connected, accumulated_in_low_precision)
     torch.testing.assert_close(found, undisturbed, rtol=0, atol=0)
+
+
+def test_whole_gradients_accumulate_in_the_format_of_the_reduction():
+    for found, plain in on_ranks(connected, accumulated_for_a_reduction):
+        assert found.dtype == torch.float32
+        assert (found - plain).norm() < 2e-2 * plain.norm()  # the parameters are bfloat16
