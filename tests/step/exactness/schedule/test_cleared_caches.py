@@ -1,4 +1,4 @@
-"""Caches that a check filled are cleared after it, and after no other batch: clearing takes a third of a second."""
+"""Caches that a check filled are cleared after it, and after no other batch."""
 
 import lightning as L
 import torch
