@@ -89,7 +89,7 @@ def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
             A step that holds whole parameters needs both again.
     """
     for root in roots:
-        state = root._get_fsdp_state()
+        state: Any = root._get_fsdp_state()
         if state._is_root is None:
             continue  # no pass has begun yet
         handle: Any = state._device_handle
