@@ -1,7 +1,7 @@
 """The state that FSDP2 keeps within an iteration: set up, and reset after a step that failed.
 
-This is the one file that touches private names of `fully_shard`. torch 2.13 has `FSDPModule.reset_iter_state()`; 2.11 and 2.12 have no
-such method, and none of them can reset without freeing gathered parameters. So the reset is ours on all versions;
+This is the one file that touches private names of `fully_shard`. torch has `FSDPModule.reset_iter_state()` since 2.13. It frees gathered
+parameters, and since 2.15 it drops reduced gradients; a rank may have to keep both. So the reset is ours on all versions;
 `tests/step/sharding/test_iteration.py` compares it with torch's.
 """
 
@@ -16,7 +16,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_unified.step.ranks.consensus import Ranks
 
-__all__ = ["VotedCollectives", "groups_of", "hold_whole", "initialize", "reset_iteration", "set_collectives"]
+__all__ = [
+    "VotedCollectives",
+    "accumulate_in_reduced_format",
+    "groups_of",
+    "hold_whole",
+    "initialize",
+    "reset_iteration",
+    "set_collectives",
+]
 
 
 def groups_of(module: nn.Module) -> tuple[str, ...] | None:
@@ -57,6 +65,18 @@ def hold_whole(roots: Iterable[FSDPModule]) -> None:
         root.set_reshard_after_backward(False)
 
 
+def accumulate_in_reduced_format(roots: Iterable[FSDPModule]) -> None:
+    """Let whole gradients have the format of the reduction, if the module's policy names one.
+
+    Call it when parameters are whole. Before torch 2.15, FSDP2 accumulates these gradients in an attribute of its own otherwise.
+    """
+    for root in roots:
+        for state in root._get_fsdp_state()._state_ctx.all_states:
+            for parameter in (one for group in _groups(state) for one in group.fsdp_params):
+                if parameter.reduce_dtype is not None:
+                    parameter._unsharded_param.grad_dtype = parameter.reduce_dtype
+
+
 def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
     """Make sharded modules ready for the next forward pass after one that failed.
 
@@ -65,11 +85,11 @@ def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
     Args:
         roots: The outermost sharded modules.
         reshards: Whether gathered parameters and their gradients are freed. `FSDPModule.reset_iter_state()` frees the
-            parameters only: gradients that a failed backward pass has not reduced would be added to the next ones (torch 2.13).
+            parameters only: gradients that a failed backward pass has not reduced would be added to the next ones (before torch 2.15).
             A step that holds whole parameters needs both again.
     """
     for root in roots:
-        state = root._get_fsdp_state()
+        state: Any = root._get_fsdp_state()
         if state._is_root is None:
             continue  # no pass has begun yet
         handle: Any = state._device_handle
@@ -83,8 +103,12 @@ def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
                 if reshards:
                     _drop_whole_gradients(group)
                     group._to_sharded()
+                _widen_gradients(group)
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
+        if hasattr(state._comm_ctx, "active_gradient_reduction"):  # since torch 2.15
+            state._comm_ctx.active_gradient_reduction = state._state_ctx.manual_backward_finalization_active = None
+            state._state_ctx.gradient_reduction_pending = False
 
 
 def _groups(state: Any) -> Iterator[Any]:
@@ -126,13 +150,26 @@ def _reset_group(group: Any, wait: Callable[[Any], object]) -> None:
             wait(event)
     group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
     group._partial_reduce_output = None
+    if hasattr(group, "_post_backward_pending"):  # since torch 2.15
+        group._post_backward_pending = False
+        group._partial_reduce_output_layout.clear()
     group._post_forward_indices.clear()
     group._training_state = TrainingState.IDLE
 
 
+def _widen_gradients(group: Any) -> None:
+    """Let whole gradients have the format that they accumulate in.
+
+    Since torch 2.15, a backward pass may form them in the narrower format of the parameters until it ends.
+    """
+    if hasattr(group, "_set_unsharded_grad_dtypes"):
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+
+
 def _drop_whole_gradients(group: Any) -> None:
     for parameter in group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 a property that returns `whole.grad`
+            parameter.unsharded_accumulated_grad = None
         whole = getattr(parameter, "_unsharded_param", None)  # made by the first all-gather
         if whole is not None:
             whole.grad = None

@@ -15,6 +15,7 @@ from lightning_unified.step.ranks.reduction import LARGE, Replicas, bytes_of, fl
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 from lightning_unified.step.sharding.iteration import (
     VotedCollectives,
+    accumulate_in_reduced_format,
     hold_whole,
     reset_iteration,
     set_collectives,
@@ -51,6 +52,7 @@ class WholeShards(Replicas):
         self._ranks = ranks
         sharded = dict(module.named_parameters())
         self.gather()
+        accumulate_in_reduced_format(self._roots)
         super().__init__(module, ranks)  # of whole parameters
         self._ranks.expect(parameters=len(self._parameters))
         self._shards = [sharded[name] for name, _ in self._parameters]

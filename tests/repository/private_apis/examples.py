@@ -124,6 +124,9 @@ OPTIONAL = {
     "AdamW._need_device_dtype_check_for_fused": "set by the optimizer's first step",
     "FSDPState._fsdp_param_groups": "since torch 2.13",
     "FSDPState._comm_ctx._last_post_reduce_events": "since torch 2.13",
+    "FSDPParamGroup._partial_reduce_output_layout": "since torch 2.15",
+    "FSDPParamGroup._post_backward_pending": "since torch 2.15",
+    "FSDPParamGroup._set_unsharded_grad_dtypes": "since torch 2.15",
 }
 _AUTOMATIC = "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization"
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"

@@ -4,10 +4,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_unified.step.sharding.iteration import hold_whole, initialize, reset_iteration
+from lightning_unified.step.sharding.iteration import (
+    accumulate_in_reduced_format,
+    hold_whole,
+    initialize,
+    reset_iteration,
+)
 from tests.support.lanes import first_cells, some
 from tests.support.ranks.processes import on_ranks
 
@@ -37,7 +42,7 @@ class Block(nn.Module):
             raise RuntimeError("a fault")
         if self.fault == "inside a block":
             hidden = Fault.apply(hidden)
-        out = x + self.second(hidden)
+        out = x + self.second(self.second(hidden))
         return Fault.apply(out) if self.fault == "backward" else out
 
 
@@ -46,12 +51,21 @@ def built():
     return nn.Sequential(*[Block() for _ in range(3)]).double()
 
 
-def sharded():
+def sharded(**options):
     net, mesh = built(), init_device_mesh("cpu", (2,))
     for block in net:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
     initialize([net])
+    return net
+
+
+def sharded_and_held(**options):
+    net = sharded(**options)
+    hold_whole([net])
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
     return net
 
 
@@ -125,17 +139,37 @@ def gradients_after_a_reset(place):
 
 def held(place):
     """Return the gradient that whole parameters accumulate after a pass that failed on one rank."""
-    net, plain = sharded(), built()
-    hold_whole([net])
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
+    net, plain = sharded_and_held(), built()
     if torch.distributed.get_rank():
         failed(net, place)
         for parameter in net.parameters():
             parameter.grad = None
         reset_iteration([net], reshards=False)
     assert not any(isinstance(parameter, DTensor) for parameter in net.parameters())
+    for _ in range(2):
+        net(rows()).square().mean().backward()
+        plain(rows()).square().mean().backward()
+    return tuple(torch.cat([one.grad.flatten() for one in module.parameters()]) for module in (net, plain))
+
+
+def accumulated_in_low_precision():
+    """Return the gradients of low-precision parameters; on one rank after a later pass of a window failed."""
+    net = sharded_and_held(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    if torch.distributed.get_rank():
+        net(rows()).square().mean().backward()
+        failed(net, "inside a block")
+        for parameter in net.parameters():
+            parameter.grad = None
+        reset_iteration([net], reshards=False)
+    net(rows()).square().mean().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+
+
+def accumulated_for_a_reduction():
+    """Return the gradients of two passes, and those of whole double-precision parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net, plain = sharded_and_held(mp_policy=policy), built()
+    accumulate_in_reduced_format([net])
     for _ in range(2):
         net(rows()).square().mean().backward()
         plain(rows()).square().mean().backward()
@@ -161,3 +195,14 @@ def test_a_step_after_a_reset_has_the_gradients_of_an_undisturbed_one(place):
 def test_a_rank_that_holds_whole_parameters_resets_alone(place):
     for found, plain in on_ranks(connected, held, place):
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-14)
+
+
+def test_gradients_after_a_reset_have_the_precision_of_undisturbed_ones():
+    undisturbed, found = on_ranks(connected, accumulated_in_low_precision)
+    torch.testing.assert_close(found, undisturbed, rtol=0, atol=0)
+
+
+def test_whole_gradients_accumulate_in_the_format_of_the_reduction():
+    for found, plain in on_ranks(connected, accumulated_for_a_reduction):
+        assert found.dtype == torch.float32
+        assert (found - plain).norm() < 2e-2 * plain.norm()  # the parameters are bfloat16
