@@ -2,6 +2,7 @@
 
 import lightning as L
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
@@ -9,11 +10,14 @@ from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.planner.dry_run import DryRun, StepSpec
 from lightning_unified.planner.first_batch.first_step import FirstStep
+from lightning_unified.planner.first_batch.lengths import ROOM, is_padded
 from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.longer_rows import LongerRows
 from lightning_unified.planner.search.step_traces import StepTraces
 from tests.planner.test_row_lengths import ROWS, Attends, Predicts, tokens_of
 from tests.support.lanes import some
+
+MIB = 2**20
 
 
 @pytest.fixture
@@ -108,3 +112,32 @@ def test_a_batch_that_takes_other_bytes_than_the_lines_is_refused():
     longer.reaching(211, up_to=211)
     with pytest.raises(MisalignedError):
         longer.within_reach(tokens_of(211, 10), length=211)
+
+
+@pytest.mark.parametrize("shorter", [40, 201])
+def test_a_plan_of_padded_batches_leaves_room_for_longer_rows(traced, shorter):
+    strategy, _ = fit((201, shorter), budget="7MiB")
+    room, planned = int(ROOM * 7 * MIB), strategy.plan.prediction.reserved_bytes
+
+    assert strategy.plan.micro_batch_size < ROWS
+    assert any("left for longer rows" in event for event in strategy.events) == (shorter < 201)
+    assert planned <= 7 * MIB - (room if shorter < 201 else 0)
+
+
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mask", "padded"),
+    [
+        (MASK, True),
+        (MASK.bool().flip(1), True),
+        (MASK[:1].expand(2, 4), False),  # no row is shorter
+        (MASK[:, :3] * torch.tensor([1, 1, 0]), False),  # no row is as long as the batch
+        (2 * MASK, False),  # other entries than 0 and 1
+        (MASK.double(), False),
+    ],
+)
+def test_rows_are_padded_if_a_mask_tells_so(mask, padded):
+    tokens = torch.full(mask.shape, 7)
+    assert is_padded({"tokens": tokens, "mask": mask}, 2) is padded

@@ -24,6 +24,7 @@ from lightning_unified.planner.search.step_traces import CountedMemory, SizeLimi
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
+from lightning_unified.units import format_bytes
 
 __all__ = ["RunSpeeds", "compile_cost", "gather_inputs", "open_combinations", "planner_of"]
 
@@ -79,6 +80,7 @@ def gather_inputs(
     rows: int | None,
     obstacle: str,
     module: str,
+    room: float = 0.0,
 ) -> StepInputs:
     """Return the inputs of the decision, with the result of a search where one is needed.
 
@@ -92,6 +94,7 @@ def gather_inputs(
         rows: Rows of the batch; None if unknown.
         obstacle: Why the batch cannot be split; empty if it can.
         module: The name of the module's class.
+        room: The share of these bytes that a search leaves for longer rows, if a plan fits beside it.
     """
     limit = budget.left
     own_fits = planner.fits(combinations[0], micro_batch_size=own.rows, limit=limit)
@@ -112,9 +115,19 @@ def gather_inputs(
     )
     if not needs_search(inputs):
         return inputs
-    choice = _searched(planner, inputs, speeds)
+    choice = _with_room(planner, inputs, speeds, share=room)
     found = (planner.combination_of(one) for one in (choice.best, *choice.alternatives) if one is not None)
     return replace(inputs, choice=choice, combinations=tuple(dict.fromkeys((*combinations, *found))))
+
+
+def _with_room(planner: Planner, inputs: StepInputs, speeds: "RunSpeeds", *, share: float) -> Choice:
+    """Search for a plan that leaves a share of the budget for longer rows; without one, for any plan."""
+    left = int(share * inputs.budget_bytes)
+    if left:
+        choice = _searched(planner, replace(inputs, budget_bytes=inputs.budget_bytes - left), speeds)
+        if choice.best is not None:
+            return replace(choice, reason=f"{choice.reason}; {format_bytes(left)} are left for longer rows")
+    return _searched(planner, inputs, speeds)
 
 
 def _searched(planner: Planner, inputs: StepInputs, speeds: "RunSpeeds") -> Choice:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.planner.dry_run.fake_batch import row_length
@@ -12,7 +14,13 @@ from lightning_unified.planner.search.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape, tensors_in
 
-__all__ = ["LongerLengths", "PlannedLengths"]
+__all__ = ["ROOM", "LongerLengths", "PlannedLengths", "is_padded"]
+
+ROOM = 0.05
+"""Judgement: share of the budget that a plan leaves for longer rows than those of the first batch, where batches are padded.
+
+Without it, the next batch whose longest row is a few entries longer would need another plan.
+"""
 
 _STEPS = 32  # judgement: planned lengths between a power of two and the next; a length counts as the next longer one
 
@@ -142,6 +150,27 @@ class LongerLengths:
         if found is not None and (self.largest is None or found.reserved_bytes >= self.largest.reserved_bytes):
             self.largest = found
         return found, True
+
+
+def is_padded(batch: Any, rows: int) -> bool:
+    """Return whether the rows of a batch are padded to its longest one, as far as a mask of the rows tells.
+
+    A mask has the entries 0 and 1. Its longest row has no 0, and another row has some.
+    """
+    length = row_length(batch, rows)
+    masks = [
+        one
+        for one in tensors_in(batch)
+        if not one.is_nested and one.shape == (rows, length) and not (one.is_floating_point() or one.is_complex())
+    ]
+    return any(_is_padded(mask.detach().cpu().numpy()) for mask in masks)  # numpy takes no memory of the device
+
+
+def _is_padded(mask: "NDArray[Any]") -> bool:
+    is_set = mask != 0
+    counts = is_set.sum(1)
+    is_mask = bool((mask == is_set).all())
+    return is_mask and counts.min() < counts.max() == mask.shape[1]
 
 
 def _rounded_up(length: int) -> int:

@@ -20,7 +20,7 @@ from lightning_unified.planner.first_batch.decide import (
     trusted,
 )
 from lightning_unified.planner.first_batch.gather import RunSpeeds, gather_inputs, open_combinations, planner_of
-from lightning_unified.planner.first_batch.lengths import LongerLengths, PlannedLengths
+from lightning_unified.planner.first_batch.lengths import ROOM, LongerLengths, PlannedLengths, is_padded
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.search.combinations import Combination
 from lightning_unified.planner.search.planner import Planner
@@ -76,7 +76,7 @@ class StepPlanning:
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, budget: StepBudget, *, precision: str) -> None:
         self._trainer, self._policy, self._budget, self._precision = trainer, policy, budget, precision
         self._combination: Combination | None = None
-        self._begun = 0.0
+        self._begun, self._room = 0.0, 0.0
         self._lengths: PlannedLengths | LongerLengths | None = None
         self._unlike: set[tuple[Combination, bool]] = (
             set()
@@ -114,6 +114,7 @@ class StepPlanning:
         """
         self._begun = time.monotonic()
         self._budget.note_foreign(batch)
+        self._room = ROOM if shape is not None and is_padded(batch, shape.rows) else 0.0
         self.calibration = Calibration.of(self._policy.watch.reading())
         self.speeds = RunSpeeds(self._policy.watch, self.calibration, precision=self._precision)
         planner, combinations = self._planner(batch, shape), self.combinations()
@@ -261,6 +262,7 @@ class StepPlanning:
             rows=None if shape is None else shape.rows,
             obstacle=self._obstacle(shape),
             module=type(self._trainer.lightning_module).__name__,
+            room=self._room,
         )
         return Decision(planner=planner, inputs=inputs, plan=decide(inputs))
 

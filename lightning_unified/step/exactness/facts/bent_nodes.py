@@ -27,10 +27,11 @@ _MOST = 4096  # entries of a bent tensor; larger ones hold positions of rows, no
 _FEW = 16  # values of which the largest is taken, such as the losses of some tasks
 _FLAT = 8.0  # softplus(x) is 0 or x up to 3e-4 beyond
 
-_HIDING = (
-    *("NanToNum", "Nansum", "Where", "MaskedFill", "MaskedScatter", "MaskedSelect", "Index", "CopySlices", "Fmax"),
-    *("Fmin", "Sqrt", "Rsqrt", "Pow", "Norm", "LinalgVectorNorm", "Acos", "Asin", "Atan2"),
-)  # operations whose result may be finite where a gradient is not
+_HIDING = (  # operations that leave out values which are not finite, though these get gradients
+    *("NanToNum", "Nansum", "Where", "MaskedFill", "MaskedScatter", "MaskedSelect", "Index", "CopySlices"),
+    *("Fmax", "Fmin"),
+)
+_COMPILED = "CompiledFunction"
 
 PLACES = " at some places"
 LIMIT = " up to a limit"
@@ -39,16 +40,19 @@ LIMIT = " up to a limit"
 def may_hide(nodes: list[Any]) -> bool:
     """Return whether a loss may be finite where its gradient is not.
 
-    `nan_to_num(total / count)` and `where(count > 0, total / count, 0)` are 0 for no terms, and their gradient is 0 / 0. That of `sqrt(0)` is
-    infinite. A custom or compiled function may hold any of them.
+    `nan_to_num(total / count)` and `where(count > 0, total / count, 0)` are 0 for no terms, and their gradient is 0 / 0. A custom function may
+    hold them, and so may a compiled loss; compiled blocks are as near to most losses.
     """
-    return any(node.name().startswith(_HIDING) or _is_custom(node) for node in nodes)
+    is_compiled = bool(nodes) and nodes[0].name().startswith(_COMPILED)
+    return is_compiled or any(node.name().startswith(_HIDING) or _is_custom(node) for node in nodes)
 
 
 def _is_custom(node: Any) -> bool:
-    """Return whether a node is a function of Python code that is not ours."""
+    """Return whether a node is a function of Python code that is not ours, and not compiled."""
     own = getattr(node, "_forward_cls", None)
-    return own is not None and not own.__module__.startswith("lightning_unified.")
+    return own is not None and not (
+        own.__module__.startswith("lightning_unified.") or node.name().startswith(_COMPILED)
+    )
 
 
 def figures_of(nodes: list[Any]) -> Iterator[tuple[str, Tensor]]:
