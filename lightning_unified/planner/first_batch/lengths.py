@@ -17,9 +17,9 @@ from lightning_unified.step.split import BatchShape, tensors_in
 __all__ = ["ROOM", "LongerLengths", "PlannedLengths", "is_padded"]
 
 ROOM = 0.05
-"""Judgement: share of the budget that a plan leaves for longer rows than those of the first batch, where batches are padded.
+"""Share of the budget that a plan of padded batches leaves for longer rows.
 
-Without it, the next batch whose longest row is a few entries longer would need another plan.
+Judgement. Without it, the next batch whose longest row is a few entries longer would need another plan.
 """
 
 _STEPS = 32  # judgement: planned lengths between a power of two and the next; a length counts as the next longer one
