@@ -120,7 +120,7 @@ class WholeShards(Replicas):
             release_cached_memory(next(iter(self._module.parameters())).device)
             reason, lacking = self._gathered_once()
         if not lacking:
-            self._versions = self._current_versions()
+            self._note_versions([local(shard) for shard in self._shards])
             return
         self._ranks.end()
         if reason is None:
@@ -172,25 +172,23 @@ class WholeShards(Replicas):
         """
         if not self._versions or not self.is_whole:
             return
-        now = self._current_versions()
+        owns = [local(shard) for shard in self._shards]
         pairs = []
-        for (name, whole), shard, before, after in zip(
-            self._parameters, self._shards, self._versions, now, strict=True
-        ):
-            if whole.dtype != shard.dtype:
-                if before[0] != after[0]:
+        for (name, whole), own, before in zip(self._parameters, owns, self._versions, strict=True):
+            if whole.dtype != own.dtype:
+                if before[0] != whole._version:
                     raise RunError(refusal_of_lost_write(name))
-            elif before[1] == after[1]:
-                pairs.append((local(shard), self._rows_of(whole.detach())))
+            elif before[1] == own._version:
+                pairs.append((own, self._rows_of(whole.detach())))
         if pairs:
-            own, rows = ([*column] for column in zip(*pairs, strict=True))
-            torch._foreach_copy_(own, rows)  # pyright: ignore[reportPrivateImportUsage]
-        self._versions = self._current_versions()
+            kept, rows = ([*column] for column in zip(*pairs, strict=True))
+            torch._foreach_copy_(kept, rows)  # pyright: ignore[reportPrivateImportUsage]
+        self._note_versions(owns)
 
-    def _current_versions(self) -> list[tuple[int, int]]:
-        """Return how often each whole parameter and each shard were written."""
-        pairs = zip(self._parameters, self._shards, strict=True)
-        return [(whole._version, local(shard)._version) for (_, whole), shard in pairs]
+    def _note_versions(self, owns: Sequence[Tensor]) -> None:
+        """Note how often each whole parameter and each shard were written."""
+        pairs = zip(self._parameters, owns, strict=True)
+        self._versions = [(whole._version, own._version) for (_, whole), own in pairs]
 
     def undo(self) -> None:
         """Make the module ready to repeat a step that failed. All ranks call it together."""
