@@ -1,5 +1,6 @@
 """`Trainer(strategy="unified_fsdp")`: one module sharded over several ranks by FSDP2."""
 
+import sys
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.sharding.whole_loop import WholeOptimization
 from lightning_unified.step.sharding.wrapping import (
     is_sharded,
+    keeping_attributes,
     known_wrapping,
     materialize,
     note_wrapping,
@@ -39,6 +41,7 @@ from lightning_unified.strategies.ranked import check_start
 from lightning_unified.strategies.shardable import (
     bytes_of_whole,
     copy_from_first,
+    refuse_averages,
     refuse_module,
     refuse_optimizers,
     refuse_placements,
@@ -152,6 +155,11 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         return self._shards.shard_of(tensor) if isinstance(self._shards, WholeShards) else tensor
 
     @override
+    def _write_back(self) -> None:
+        if isinstance(self._shards, WholeShards):
+            self._shards.write_back()
+
+    @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if self._mesh is None:
@@ -169,6 +177,7 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
             if self._precision_plugin is None:
                 self._precision_plugin = Precision()
             refuse_module(module, self.precision_plugin, trains=trainer.state.fn == TrainerFn.FITTING)
+            refuse_averages(trainer)
             self.precision_plugin.convert_module(module)
             if not is_sharded(module):
                 copy_from_first(module, self.ranks)
@@ -182,7 +191,8 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
     def _set_up_model(self, trainer: L.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        self.model_to_device()
+        with keeping_attributes(module):
+            self.model_to_device()
         roots = sharded_roots(module)
         initialize(roots)
         with self.ranks.reporting_errors():
@@ -243,4 +253,9 @@ class UnifiedFSDPStrategy(ShardedSteps, ShardedState):
         if self._shards is not None and module is not None:
             # Lightning moves the module, which FSDP2 refuses in mid-step
             reset_iteration(sharded_roots(module), reshards=True)
-        super().teardown()
+        fails = sys.exc_info()[0] is not None
+        try:
+            super().teardown()
+        except RuntimeError:
+            if not fails:  # the graph of a step that failed keeps parameters where they are; its own error says more
+                raise

@@ -1,10 +1,13 @@
 """What can be trained sharded, and the ranks' equal start."""
 
 import zlib
+from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -16,6 +19,7 @@ from lightning_unified.step.ranks.consensus import Point, Ranks
 __all__ = [
     "bytes_of_whole",
     "copy_from_first",
+    "refuse_averages",
     "refuse_module",
     "refuse_optimizers",
     "refuse_placements",
@@ -51,6 +55,17 @@ def refuse_module(module: L.LightningModule, precision: Precision, *, trains: bo
             f"configure_model of {type(module).__name__} shards {sharded[0] or 'the module'} and leaves {name} whole, whose gradient no rank "
             'would reduce; shard every parameter, or none, so that strategy="unified_fsdp" does.'
         )
+
+
+def refuse_averages(trainer: L.Trainer) -> None:
+    """Raise `ConfigurationError` for callbacks that average weights in a whole copy of the module."""
+    callbacks: list[Any] = vars(trainer)["callbacks"] if trainer.state.fn == TrainerFn.FITTING else []
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigurationError(
+                f'strategy="unified_fsdp" cannot run {type(callback).__name__}, which copies the whole module before it is sharded and then '
+                'averages shards into it. Leave it out, or use strategy="unified_ddp".'
+            )
 
 
 def refuse_placements(module: nn.Module) -> None:

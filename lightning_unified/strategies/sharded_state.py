@@ -57,6 +57,10 @@ class ShardedState(DDPStrategy):
         """Return the sharded parameter of one that is whole at present; any other tensor as it is."""
         raise NotImplementedError
 
+    def _write_back(self) -> None:
+        """Write to shards what hooks have written to whole parameters."""
+        raise NotImplementedError
+
     def _refuse_plugin(self) -> None:
         plugin = self._checkpoint_io
         if self._saves_folders and plugin is not None and not isinstance(plugin, AtomicCheckpointIO):
@@ -77,6 +81,7 @@ class ShardedState(DDPStrategy):
         For a file, return whole tensors on the first rank, and nothing on the others.
         """
         assert self.lightning_module is not None
+        self._write_back()
         if self._saves_folders:
             return self._shards_by_name(self.lightning_module)
         whole = _Whole(self.ranks)

@@ -1,15 +1,17 @@
 """Steps of a module whose parameters FSDP2 shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import lightning as L
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.lockstep import inside_root
 from lightning_unified.step.sharding.shards import WholeShards
@@ -46,6 +48,26 @@ class ShardedSteps(RankedBase):
                 self._shards.gather()
 
     @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._release()
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._release()
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._release()
+
+    def _release(self) -> None:
+        """Give back whole parameters after an evaluation, so that hooks between batches find the trained ones."""
+        if isinstance(self._shards, WholeShards):
+            self._shards.release()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._stepped("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
@@ -55,7 +77,7 @@ class ShardedSteps(RankedBase):
         method = getattr(module, name)
         with context:
             if isinstance(self._shards, KeptShards):
-                return inside_root(module, method, *args, **kwargs)
+                return _of_whole(inside_root(module, method, *args, **kwargs), name)
             return method(*args, **kwargs)
 
     @override
@@ -97,3 +119,18 @@ class ShardedSteps(RankedBase):
         assert isinstance(self._loop, ShardedUpdate)
         if clip_val > 0:
             self._loop.clip_by_norm(optimizer, float(clip_val))
+
+
+def _of_whole(result: Any, step: str) -> Any:
+    """Return the result of a step, unless it has computed its loss with shards.
+
+    Raises:
+        ConfigurationError: If it has.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, DTensor):
+        raise ConfigurationError(
+            f'{step} uses parameters outside of their modules\' forward, as a penalty of all weights does. With hold="shards" they are '
+            'shards there, and the loss cannot be differentiated; give hold="parameters", or weight_decay of the optimizer.'
+        )
+    return result

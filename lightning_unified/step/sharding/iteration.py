@@ -19,11 +19,14 @@ from lightning_unified.step.ranks.consensus import Ranks
 __all__ = [
     "VotedCollectives",
     "accumulate_in_reduced_format",
+    "divisors_of",
     "groups_of",
     "hold_whole",
     "initialize",
     "reset_iteration",
     "set_collectives",
+    "sharded_in",
+    "whole_parameters_in",
 ]
 
 
@@ -57,6 +60,13 @@ def initialize(roots: Iterable[FSDPModule]) -> None:
         root._get_fsdp_state()._lazy_init()
 
 
+def sharded_in(roots: Iterable[FSDPModule]) -> Iterator[FSDPModule]:
+    """Yield each of `roots` and all sharded modules in it."""
+    for root in roots:
+        modules: Iterable[nn.Module] = root.modules()  # pyright: ignore[reportAttributeAccessIssue]  # it is an nn.Module
+        yield from (module for module in modules if isinstance(module, FSDPModule))
+
+
 def hold_whole(roots: Iterable[FSDPModule]) -> None:
     """Let forward and backward passes neither free gathered parameters nor reduce gradients."""
     for root in roots:
@@ -75,6 +85,31 @@ def accumulate_in_reduced_format(roots: Iterable[FSDPModule]) -> None:
             for parameter in (one for group in _groups(state) for one in group.fsdp_params):
                 if parameter.reduce_dtype is not None:
                     parameter._unsharded_param.grad_dtype = parameter.reduce_dtype
+
+
+def whole_parameters_in(roots: Iterable[FSDPModule]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole parameters that have been gathered so far, with their names below the roots."""
+    for root in roots:
+        for state in root._get_fsdp_state()._state_ctx.all_states:
+            for one in (one for group in _groups(state) for one in group.fsdp_params):
+                whole = getattr(one, "_unsharded_param", None)  # made by the first all-gather
+                if whole is not None:
+                    yield one._param_fqn or "of a sharded module", whole
+
+
+def divisors_of(roots: Iterable[FSDPModule]) -> dict[int, float]:
+    """Return what the sums of gradients are divided by, by the id of the sharded parameter.
+
+    Only parameters whose module has called `set_gradient_divide_factor`; all others have the mean over ranks.
+    """
+    return {
+        id(one.sharded_param): group.gradient_divide_factor
+        for root in roots
+        for state in root._get_fsdp_state()._state_ctx.all_states
+        for group in _groups(state)
+        if group.gradient_divide_factor is not None
+        for one in group.fsdp_params
+    }
 
 
 def reset_iteration(roots: Iterable[FSDPModule], *, reshards: bool) -> None:
@@ -232,8 +267,6 @@ class _ReduceScatter(_Allocates):
 
 def set_collectives(roots: Iterable[FSDPModule], voted: VotedCollectives) -> None:
     """Let all sharded modules in `roots` run their collectives through `voted`."""
-    for root in roots:
-        for module in root.modules():  # pyright: ignore[reportAttributeAccessIssue]  # it is an nn.Module
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_AllGather(voted))  # pyright: ignore[reportArgumentType]
-                module.set_custom_reduce_scatter(_ReduceScatter(voted))  # pyright: ignore[reportArgumentType]
+    for module in sharded_in(roots):
+        module.set_custom_all_gather(_AllGather(voted))  # pyright: ignore[reportArgumentType]
+        module.set_custom_reduce_scatter(_ReduceScatter(voted))  # pyright: ignore[reportArgumentType]

@@ -18,6 +18,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -263,6 +264,6 @@ def inside_root(module: nn.Module, method: Callable[..., Any], *args: Any, **kwa
     """
     if not isinstance(module, FSDPModule):
         return method(*args, **kwargs)
-    with _redirected(module, method):
-        result: Any = module(*args, **kwargs)
+    with _redirected(module, partial(method, *args, **kwargs)):
+        result: Any = module()  # without the batch, which an `mp_policy` of the root would cast
     return result

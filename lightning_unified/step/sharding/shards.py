@@ -9,17 +9,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_unified.errors import OutOfMemoryError, RankError
+from lightning_unified.errors import OutOfMemoryError, RankError, RunError
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.reduction import LARGE, Replicas, bytes_of, flat_memory
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 from lightning_unified.step.sharding.iteration import (
     VotedCollectives,
     accumulate_in_reduced_format,
+    divisors_of,
     hold_whole,
     reset_iteration,
     set_collectives,
+    sharded_in,
 )
+from lightning_unified.step.sharding.kept_shards import refusal_of_hook, refusal_of_lost_write
 from lightning_unified.step.sharding.rows import as_dtensor, local, rows_of
 
 __all__ = ["WholeShards", "bytes_of_whole"]
@@ -50,6 +53,9 @@ class WholeShards(Replicas):
         set_collectives(self._roots, self.collectives)
         hold_whole(self._roots)
         self._ranks = ranks
+        self._shards: list[Tensor] = []
+        self._parameters: list[tuple[str, Tensor]] = []
+        self._versions: list[tuple[int, int]] = []
         sharded = dict(module.named_parameters())
         self.gather()
         accumulate_in_reduced_format(self._roots)
@@ -59,6 +65,11 @@ class WholeShards(Replicas):
         self._whole = {id(shard): whole for shard, (_, whole) in zip(self._shards, self._parameters, strict=True)}
         self._sharded = {id(whole): shard for shard, (_, whole) in zip(self._shards, self._parameters, strict=True)}
         self._room: list[Tensor | None] = []
+        self._divisors = divisors_of(self._roots)
+        for shard, (_, whole) in zip(self._shards, self._parameters, strict=True):
+            vars(whole).update(
+                vars(shard)
+            )  # attributes of the user, such as those by which optimizers group parameters
         self.release()
 
     @property
@@ -75,6 +86,12 @@ class WholeShards(Replicas):
     def hidden(self) -> list[Tensor]:
         """This rank's shards while the module has whole parameters in their places; else none."""
         return list(self._shards) if self.is_whole else []
+
+    def refuse_hooks(self) -> None:
+        """Raise `ConfigurationError` for hooks of shards' gradients, which nothing calls."""
+        for (name, _), shard in zip(self._parameters, self._shards, strict=True):
+            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+                raise refusal_of_hook(name)
 
     def whole(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the whole parameters, whose gradients a backward pass writes, of an optimizer's sharded ones."""
@@ -93,15 +110,17 @@ class WholeShards(Replicas):
         """
         if self.is_whole:
             return
+        self._versions = []
         reason, lacking = self._gathered_once()
         for _ in range(_ATTEMPTS - 1):
             if not lacking:
-                return
+                break
             reset_iteration(self._roots, reshards=False)
             self.release()
             release_cached_memory(next(iter(self._module.parameters())).device)
             reason, lacking = self._gathered_once()
         if not lacking:
+            self._note_versions([local(shard) for shard in self._shards])
             return
         self._ranks.end()
         if reason is None:
@@ -131,17 +150,45 @@ class WholeShards(Replicas):
         return reason, _lacking(self._ranks.meet(Point.GATHER, outcome, text=reason or ""))
 
     def _unshard(self) -> None:
-        for root in self._roots:
-            for module in root.modules():  # pyright: ignore[reportAttributeAccessIssue]  # it is an nn.Module
-                if isinstance(module, FSDPModule):
-                    module.unshard()
+        for module in sharded_in(self._roots):
+            module.unshard()
 
     def release(self) -> None:
-        """Free whole parameters. Their gradients stay, if an accumulation window holds some."""
-        for root in self._roots:
-            for module in root.modules():  # pyright: ignore[reportAttributeAccessIssue]
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        """Free whole parameters, and keep what was written to them.
+
+        Their gradients stay, if an accumulation window holds some.
+        """
+        self.write_back()
+        for module in sharded_in(self._roots):
+            module.reshard()
+
+    def write_back(self) -> None:
+        """Write this rank's rows of whole parameters to its shards.
+
+        Steps and hooks may have written them. A shard that was written meanwhile, through an optimizer's parameters, stays as it is.
+
+        Raises:
+            RunError: If a parameter was written whose whole value has another format than its shard.
+        """
+        if not self._versions or not self.is_whole:
+            return
+        owns = [local(shard) for shard in self._shards]
+        pairs = []
+        for (name, whole), own, before in zip(self._parameters, owns, self._versions, strict=True):
+            if whole.dtype != own.dtype:
+                if before[0] != whole._version:
+                    raise RunError(refusal_of_lost_write(name))
+            elif before[1] == own._version:
+                pairs.append((own, self._rows_of(whole.detach())))
+        if pairs:
+            kept, rows = ([*column] for column in zip(*pairs, strict=True))
+            torch._foreach_copy_(kept, rows)  # pyright: ignore[reportPrivateImportUsage]
+        self._note_versions(owns)
+
+    def _note_versions(self, owns: Sequence[Tensor]) -> None:
+        """Note how often each whole parameter and each shard were written."""
+        pairs = zip(self._parameters, owns, strict=True)
+        self._versions = [(whole._version, own._version) for (_, whole), own in pairs]
 
     def undo(self) -> None:
         """Make the module ready to repeat a step that failed. All ranks call it together."""
@@ -223,6 +270,8 @@ class WholeShards(Replicas):
             assert gradient is not None
             assert room is not None
             room.copy_(self._rows_of(gradient))
+            if (divisor := self._divisors.get(id(shard))) is not None:  # instead of the number of ranks
+                room.mul_(self._ranks.size / divisor)
             shard.grad = as_dtensor(room, shard) if isinstance(shard, DTensor) else room
 
 

@@ -71,5 +71,5 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     with no_dispatch():  # a real tensor, even in fake-tensor mode
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         found = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    vars(found).update({name: value for name, value in vars(parameter).items() if not name.startswith("_")})
+    vars(found).update({name: value for name, value in vars(parameter).items() if name != "_is_param"})  # torch's own
     return found

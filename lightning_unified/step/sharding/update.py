@@ -11,6 +11,7 @@ update fails restores its own copies and writes again, alone.
     AFTER_WEIGHTS                      if a rank could not write, all end
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -25,7 +26,9 @@ from lightning_unified.step.ranks.consensus import Outcome, Point
 from lightning_unified.step.ranks.loop import DistributedOptimization
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import forget_unscaled
+from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.rows import local
+from lightning_unified.step.sharding.shards import WholeShards
 
 __all__ = ["ShardedUpdate"]
 
@@ -36,6 +39,16 @@ class ShardedUpdate(DistributedOptimization):
     """The optimizer step of ranks that hold different rows of each parameter."""
 
     _norm: Tensor | None = None
+    _has_begun = False
+    _replicas: WholeShards | KeptShards
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        if not self._has_begun:  # hooks of the fit's beginning are over
+            self._has_begun = True
+            with self._ranks.reporting_errors():
+                self._replicas.refuse_hooks()
+        return super().run(optimizer, batch_idx, kwargs)
 
     @override
     def before_weights(self, optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -13,10 +14,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.module_tree.blocks import find_blocks
 from lightning_unified.step.sharding.iteration import groups_of
+from lightning_unified.step.sharding.kept_shards import refusal_of_hook
 
 __all__ = [
     "Wrapping",
     "is_sharded",
+    "keeping_attributes",
     "known_wrapping",
     "materialize",
     "note_wrapping",
@@ -90,12 +93,26 @@ def shard(
             "parallelism are not supported; give a mesh of one dimension."
         )
     _refuse_parameters(module)
+    _refuse_sparse(module)
     wrapping = wrapping_of(module) if wrapping is None else wrapping
-    for name in wrapping.blocks:
-        fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    with keeping_attributes(module):
+        for name in wrapping.blocks:
+            fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     _known[module] = wrapping
     return wrapping
+
+
+@contextmanager
+def keeping_attributes(module: nn.Module) -> Iterator[None]:
+    """Give the parameters that replace those of `module` inside the block their attributes.
+
+    FSDP2, and a move of a sharded module to its device, keep none. `configure_optimizers` may group parameters by them.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    yield
+    for name, parameter in module.named_parameters():
+        vars(parameter).update(attributes[name])
 
 
 def known_wrapping(module: nn.Module) -> Wrapping | None:
@@ -165,4 +182,15 @@ def _refuse_parameters(module: nn.Module) -> None:
             raise ConfigurationError(
                 f'strategy="unified_fsdp" cannot shard the parameter {name}, whose memory is not contiguous: strides '
                 f"{parameter.stride()} for shape {tuple(parameter.shape)}; make it contiguous()."
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise refusal_of_hook(name)  # FSDP2 puts shards in the place of parameters, and drops their hooks
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            raise ConfigurationError(
+                f'strategy="unified_fsdp" reduces dense gradients, and {name} makes sparse ones; make the layer with sparse=False, or use '
+                'strategy="ddp".'
             )

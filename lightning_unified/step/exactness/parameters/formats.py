@@ -8,8 +8,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["has_autocast", "precise"]
+__all__ = ["has_autocast", "precise", "reduced_formats"]
 
 
 def has_autocast(trainer: L.Trainer) -> bool:
@@ -54,3 +56,10 @@ def _without_tf32() -> Iterator[None]:
             if place.fp32_precision == "tf32":
                 place.fp32_precision = "ieee"
         yield
+
+
+def reduced_formats(module: nn.Module) -> set[torch.dtype]:
+    """Return the formats that policies of sharded modules in `module` name for reductions."""
+    states = (child._get_fsdp_state() for child in module.modules() if isinstance(child, FSDPModule))
+    formats = (state._mp_policy.reduce_dtype for state in states)
+    return {one for one in formats if one is not None}

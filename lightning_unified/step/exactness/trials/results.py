@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_unified.nn.module_tree.walks import named_modules_of, tensors_of
 from lightning_unified.step.exactness.draws.replay import DrawMode
+from lightning_unified.step.exactness.parameters.formats import reduced_formats
 from lightning_unified.step.recovery.renormed import RenormedRows
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
@@ -56,7 +57,7 @@ class Results:
         written: The buffers, frozen parameters and attributes that the step wrote, by path.
         generators: The states of Python's and NumPy's global generators after the run.
         draws_on_host: Whether the run changed the states of these generators.
-        formats: The floating-point formats of the run: of 16-bit results and of the parameters.
+        formats: The floating-point formats of the run: of 16-bit results, of the parameters and of a reduction.
     """
 
     returned: Any
@@ -143,7 +144,11 @@ def aside(
                 written=written,
                 generators=after,
                 draws_on_host=after != before,
-                formats={*draws.formats, *(one.dtype for one in tensors_of(module)[0] if one.is_floating_point())},
+                formats={
+                    *draws.formats,
+                    *reduced_formats(module),
+                    *(one.dtype for one in tensors_of(module)[0] if one.is_floating_point()),
+                },
             )
 
         yield Aside(gather, undone.noted)
