@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_for_the_whole_batch_stays():
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
 def test_one_entry_that_is_not_finite_is_seen(spoilt):
-    sparse = torch.sparse_coo_tensor([[2]], [[1.0, 2.0]], (5, 2))
+    sparse = torch.sparse_coo_tensor([[2]], [[1.0, 2.0]], (5, 2), check_invariants=True)
     gradients = [None, torch.ones(3), sparse, torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]
 
     assert are_finite(gradients)
