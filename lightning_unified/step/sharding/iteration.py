@@ -1,8 +1,8 @@
 """The state that FSDP2 keeps within an iteration: set up, and reset after a step that failed.
 
-This is the one file that touches private names of `fully_shard`. torch has `FSDPModule.reset_iter_state()` since 2.13. It frees gathered
-parameters, and since 2.15 it drops reduced gradients; a rank may have to keep both. So the reset is ours on all versions;
-`tests/step/sharding/test_iteration.py` compares it with torch's.
+This is the one file that touches private names of `fully_shard`, but for `exactness.parameters.formats`, which reads policies. torch has
+`FSDPModule.reset_iter_state()` since 2.13. It frees gathered parameters, and since 2.15 it drops reduced gradients; a rank may have to keep
+both. So the reset is ours on all versions; `tests/step/sharding/test_iteration.py` compares it with torch's.
 """
 
 from collections.abc import Callable, Iterable, Iterator
