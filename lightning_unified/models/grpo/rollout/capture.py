@@ -1,14 +1,14 @@
 """Record decode steps as CUDA graphs: no wait for Python between kernels."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["capture", "pool_bytes"]
+__all__ = ["capture", "new_pool", "pool_bytes", "refusing_waits"]
 
 _WARM_UP = 2  # the first call compiles and tunes, the second uses the results
 
@@ -68,8 +68,24 @@ def _recorded(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -
     return graph
 
 
+@contextlib.contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Let operations that wait for the device raise: a recording cannot contain them."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def new_pool() -> Any:
+    """Return a memory pool for recordings."""
+    return torch.cuda.graph_pool_handle()
+
+
 def pool_bytes(pool: Any) -> int:
-    """Return the device bytes of a pool that `torch.cuda.graph_pool_handle` has returned."""
+    """Return the device bytes of a pool that `new_pool` has returned."""
     return sum(
         one["total_size"] for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)
     )

@@ -35,7 +35,8 @@ def compiled_blocks(
 
     A block indexes its cache by its own number, and a compilation would depend on that number. So each block receives its layer only.
     Inside a fused kernel, values are rounded as if each operation stored its result: the loss pass rounds there too, and the sampled
-    policy must equal the trained one.
+    policy must equal the trained one. Kernels that do not depend on each other share a launch: the rotary positions of queries and keys, and
+    the writes to the cache.
     """
     from torch._dynamo import lookup_backend  # imported only if a block is compiled
     from torch._inductor import config as inductor
@@ -47,7 +48,7 @@ def compiled_blocks(
     try:
         with (
             torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS),
-            inductor.patch(emulate_precision_casts=True),
+            inductor.patch(emulate_precision_casts=True, combo_kernels=True),
         ):
             yield
     finally:

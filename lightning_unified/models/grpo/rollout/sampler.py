@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating, forward_last
+from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.grpo.rollout.compiled import can_compile
 from lightning_unified.models.grpo.rollout.growing_decoder import GrowingDecoder, can_select
 from lightning_unified.models.grpo.rollout.progress import Progress, Stopping
+from lightning_unified.models.grpo.rollout.recorded_prompts import read_prompts
 from lightning_unified.models.grpo.rollout.sampling import Completions, CompletionSampler, SamplingOptions, draw
 from lightning_unified.models.grpo.rollout.static_cache import is_plain_cache
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
@@ -117,7 +118,11 @@ class Sampler:
     def _begin(self, prompt: Tensor, mask: Tensor, options: SamplingOptions) -> tuple[Any, Tensor, str]:
         """Read the prompts; return a decoder, the first logits (N, V) and the decoding method."""
         group = options.group_size
-        logits, cache = self._read(prompt, mask)
+        if self._static is not None:
+            prompt, mask = self._static.padded(prompt, mask)
+            logits, cache = self._static.read(prompt, mask)
+        else:
+            logits, cache = read_prompts(self._lm, prompt, mask)
         decoding = self._decoding_of(cache, device=prompt.device, length=prompt.shape[1])
         if decoding != "growing":
             if self._static is None:
@@ -129,14 +134,10 @@ class Sampler:
         if group > 1 and not can_select(cache):
             del cache
             prompt, mask = prompt.repeat_interleave(group, 0), mask.repeat_interleave(group, 0)
-            logits, cache = self._read(prompt, mask)
+            logits, cache = read_prompts(self._lm, prompt, mask)
             group = 1
         growing.begin(cache, mask=mask, group=group)
         return growing, logits.repeat_interleave(group, 0), decoding
-
-    def _read(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        return forward_last(self._lm, input_ids=prompt, attention_mask=mask.long(), position_ids=positions)
 
     def _decoding_of(self, cache: Any, *, device: torch.device, length: int) -> str:
         """Return the decoding method for prompts of `length` tokens; warn once if it is slower."""
@@ -161,6 +162,8 @@ class Sampler:
         kept = self._kept_bytes() if callable(self._kept_bytes) else self._kept_bytes
         if kept is None:
             kept = int(_KEPT_SHARE * sum(one.nbytes for one in self._lm.parameters()))
+        if self._static.nbytes > kept:
+            self._static.release_prompts()
         if self._static.nbytes > kept:
             self._static.release()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.models.causal_lm.sampling import Sampling
+from lightning_unified.models.grpo.rollout.few_rows.operators import draws_by_kernel
 from lightning_unified.nn.token_log_probs import filter_logits
 
 __all__ = ["CompletionSampler", "Completions", "SamplingOptions", "draw"]
@@ -71,6 +72,15 @@ def draw(
     The log-probability is that of the softmax over all tokens at this temperature (at 1 if it is 0): top_k and top_p restrict the
     draw, not the trained distribution. The draw adds Gumbel noise and takes the largest value, without waiting for the device.
     """
+    is_whole = not options.top_k and options.top_p == 1
+    if is_whole and logits.is_cuda and draws_by_kernel(logits.device):
+        from lightning_unified.models.grpo.rollout.few_rows.triton_draw import draw_tokens
+
+        noise = None
+        if options.temperature:
+            noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+            noise.exponential_(generator=generator)
+        return draw_tokens(logits.contiguous(), noise, temperature=options.temperature or 1.0)
     scores = logits.float() / (options.temperature or 1.0)
     if options.temperature == 0:
         tokens = scores.argmax(-1)

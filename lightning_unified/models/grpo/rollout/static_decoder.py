@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lightning_unified.models.causal_lm.language_model import forward_last
 from lightning_unified.models.grpo.rollout.attention import packed_attention
-from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
+from lightning_unified.models.grpo.rollout.capture import capture, new_pool, pool_bytes
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks
 from lightning_unified.models.grpo.rollout.few_rows.layers import reading_weights_once
 from lightning_unified.models.grpo.rollout.few_rows.operators import has_kernels
+from lightning_unified.models.grpo.rollout.recorded_prompts import RecordedPrompts, padded, read_prompts
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
 from lightning_unified.models.pretrained.architecture import blocks_of
 
@@ -38,6 +39,15 @@ def slots_for(length: int, *, most: int) -> int:
     return whole if whole < 2 * power else power
 
 
+def _switches(layer: Any) -> tuple[str, ...]:
+    """Return which adapters of a layer of peft are active or merged, and their scales.
+
+    Other layers have none.
+    """
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    return tuple(str(getattr(layer, name, None)) for name in names) if hasattr(layer, names[0]) else ()
+
+
 class StaticDecoder:
     """Decoder over a static cache; memory and graphs stay for the next rollout until `release`.
 
@@ -53,6 +63,7 @@ class StaticDecoder:
         self._compiled = compiled
         self._kernels = compiled and has_kernels(next(lm.parameters()).device)
         self._storage: Storage | None = None
+        self._prompts: RecordedPrompts | None = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._made_for: tuple[Any, ...] = ()
         self._graph_bytes = 0
@@ -60,11 +71,25 @@ class StaticDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache, of a step's fixed tensors and of the graphs' memory pool."""
+        """Bytes of the cache, of a step's fixed tensors and of the graphs' memory pools."""
         if self._storage is None:
             return 0
         beside = (self._mask, self._ids, self._positions, self._slot, self._logits)
-        return self._storage.nbytes + sum(one.nbytes for one in beside) + self._graph_bytes
+        graphs = self._graph_bytes + (0 if self._prompts is None else self._prompts.nbytes)
+        return self._storage.nbytes + sum(one.nbytes for one in beside) + graphs
+
+    def padded(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return prompts and their mask (P, S) with as many pads as recorded passes read."""
+        return padded(prompt, mask) if self._captured else (prompt, mask)
+
+    def read(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        """Return the logits (P, V) after prompts (P, S), and the model's cache.
+
+        The next call overwrites both.
+        """
+        if self._prompts is None or not self._is_as_recorded(mask.device):
+            return read_prompts(self._lm, prompt, mask)
+        return self._prompts.read(prompt, mask)
 
     def begin(self, cache: Any, *, mask: Tensor, group: int, new: int) -> None:
         """Copy the model's own cache of the prompts.
@@ -123,34 +148,51 @@ class StaticDecoder:
         self._positions[: len(rows)] = self._positions[rows]
         self._resize(rows, length=self._length)
 
+    def release_prompts(self) -> None:
+        """Free the recorded passes over prompts; until `release`, prompts are read without."""
+        self._prompts = None
+
     def release(self) -> None:
         """Free cache and graphs."""
         self._graphs.clear()
         self._graph_bytes = 0
-        self._storage = None
+        self._storage = self._prompts = None
         self._made_for = ()
         for name in ("_mask", "_ids", "_positions", "_slot", "_logits", "_pool"):
             vars(self).pop(name, None)
 
     def _prepare(self, prompt: list[tuple[Tensor, Tensor]], *, slots: int, device: torch.device) -> None:
         """Allocate memory, and drop the graphs, which hold addresses, unless the memory fits."""
-        weights = tuple(one.data_ptr() for one in self._lm.parameters())
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else prompt[0][0].dtype
+        dtype = self._dtype(device) or prompt[0][0].dtype
         fits = (
             self._storage is not None and self._storage.fits(slots=slots, dtype=dtype) and len(self._ids) >= self.rows
         )
-        if fits and weights == self._made_for:
+        if fits and self._is_as_recorded(device):
             return
         self.release()
-        self._storage, self._made_for = Storage(prompt, slots=slots, dtype=dtype), weights
+        self._storage, self._made_for = Storage(prompt, slots=slots, dtype=dtype), self._state(device)
         self._mask = torch.empty(slots, dtype=dtype, device=device)
         self._ids = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self._positions = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self._slot = torch.zeros(1, dtype=torch.long, device=device)
         vocabulary = self._lm.get_output_embeddings().weight.shape[0]
         self._logits = torch.empty(self.rows, vocabulary, dtype=torch.float32, device=device)
-        self._pool = torch.cuda.graph_pool_handle() if self._captured else None
+        self._pool = new_pool() if self._captured else None
+        if self._captured:
+            self._prompts = RecordedPrompts(self._lm, dtype=dtype, context=self._without_kept_casts)
+
+    def _is_as_recorded(self, device: torch.device) -> bool:
+        """Return whether weights, adapters and autocast are as they were at the recording."""
+        return self._made_for == self._state(device)
+
+    def _state(self, device: torch.device) -> tuple[Any, ...]:
+        weights = [one.data_ptr() for one in self._lm.parameters()]
+        return self._dtype(device), *weights, *map(_switches, self._lm.modules())
+
+    @staticmethod
+    def _dtype(device: torch.device) -> torch.dtype | None:
+        """Return autocast's dtype; None if autocast is off."""
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
     def _mask_view(self) -> Tensor:
         return self._mask[: self.rows * self._length].view(self.rows, 1, 1, self._length)
@@ -189,13 +231,17 @@ class StaticDecoder:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        device = self._slot.device.type
-        with ExitStack() as stack:
-            stack.enter_context(packed_attention(self._lm, by_kernel=self._kernels))
-            if torch.is_autocast_enabled(device):  # a cast cached across steps would not be part of a graph
-                dtype = torch.get_autocast_dtype(device)
-                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+        with packed_attention(self._lm, by_kernel=self._kernels), self._without_kept_casts():
             yield
+
+    def _without_kept_casts(self) -> AbstractContextManager[Any]:
+        """Return a context without autocast's cache.
+
+        A cast that the cache keeps would not be part of a graph.
+        """
+        device = self._slot.device
+        dtype = self._dtype(device)
+        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record a step, with fewer optimizations where a compiler fails."""

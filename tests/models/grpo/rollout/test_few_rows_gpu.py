@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_unified.models.grpo.rollout import SamplingOptions
 from lightning_unified.models.grpo.rollout.few_rows.operators import add_adapters, attend_token, products
+from lightning_unified.models.grpo.rollout.sampling import draw
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +69,18 @@ def test_attention_of_one_token_is_torchs(heads: int, keys: int, slots: int, wid
         attn_mask=mask.float(),
     )
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("rows", "size"), [(1, 61), (2, 151_936), (32, 5000)])
+def test_a_drawn_token_is_that_of_torchs_operators(rows: int, size: int, temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(rows, size, device="cuda")
+    logits[:, : size // 2] = -torch.inf
+    given = SamplingOptions(temperature=temperature)
+    tokens, log_probs = draw(logits, given, generator=torch.Generator("cuda").manual_seed(1))
+    scores = logits / (temperature or 1)
+    noise = torch.empty_like(scores).exponential_(generator=torch.Generator("cuda").manual_seed(1)).log_()
+    assert torch.equal(tokens, (scores - noise if temperature else scores).argmax(-1))
+    expected = scores.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
 """The kernels as operators of torch, so that compiled blocks contain them."""
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["HALF", "MOST_ROWS", "add_adapters", "attend_token", "has_kernels", "products"]
+__all__ = ["HALF", "MOST_ROWS", "add_adapters", "attend_token", "draws_by_kernel", "has_kernels", "products"]
+
+log = logging.getLogger("lightning_unified")
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes of the kernels' inputs."""
@@ -28,6 +31,24 @@ def has_kernels(device: torch.device) -> bool:
         and find_spec("triton") is not None
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+@cache
+def draws_by_kernel(device: torch.device) -> bool:
+    """Return whether the kernels that draw a token run on the device.
+
+    To compile them, Triton needs a C compiler.
+    """
+    if not has_kernels(device):
+        return False
+    from lightning_unified.models.grpo.rollout.few_rows.triton_draw import draw_tokens
+
+    try:
+        draw_tokens(torch.zeros(1, 1, device=device), None, temperature=1.0)
+    except Exception as error:  # Triton raises what the C compiler's process raises
+        log.debug("Tokens are drawn by operators of torch: %s", error)
+        return False
+    return True
 
 
 @torch.library.custom_op("lightning_unified::products_of_few_rows", mutates_args=())
