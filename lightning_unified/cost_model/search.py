@@ -271,13 +271,13 @@ def _splits_left(
 def _does_more(option: Option, by: Option) -> bool:
     """Return whether an option recomputes more than another with the same loss.
 
-    If it is only searched while it can win, also return whether it has smaller loss chunks and recomputes the same.
+    If it is only searched while it can win, also return whether it has smaller loss chunks and recomputes as much or more.
     """
     if option.loss_chunk == by.loss_chunk:
         return option.again > by.again
-    if option.split is None or option.recompute != by.recompute or option.loss_chunk is None or by.loss_chunk is None:
+    if option.split is None or option.loss_chunk is None or by.loss_chunk is None or option.loss_chunk > by.loss_chunk:
         return False
-    return option.loss_chunk < by.loss_chunk
+    return option.recompute == by.recompute or option.again > by.again
 
 
 def _refusal(short: list[Candidate], budget_bytes: int) -> str:

@@ -346,6 +346,16 @@ def test_a_smaller_loss_chunk_is_only_tried_for_fewer_micro_batches():
     assert (16, 1) in smaller.traces.asked
 
 
+def test_a_smaller_loss_chunk_that_recomputes_more_is_not_tried():
+    fits, smaller, larger = (
+        replace(recomputing(again, per_row=50), loss_chunk=chunk, split=(16,))
+        for again, chunk in ((1, 1024), (2, 128), (2, 4096))
+    )
+    find([fits, smaller, larger], 1000 + 100 * 8, own=fits)
+    assert smaller.traces.asked == []
+    assert (16, 1) in larger.traces.asked
+
+
 def test_a_slower_alternative_is_not_traced_for_another_loss_chunk():
     own, slow, again, other = (
         replace(recomputing(share, per_row=50), loss_chunk=chunk, attention=attention, least_seconds=Least(least))

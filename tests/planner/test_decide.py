@@ -10,7 +10,12 @@ from lightning_unified.cost_model.trace.trace import Confidence
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.first_batch.decide import StepInputs, StepPlan, decide, needs_search, trusted
-from lightning_unified.planner.search.combinations import Combination, combinations_to_compare, with_larger_chunks
+from lightning_unified.planner.search.combinations import (
+    Combination,
+    combinations_to_compare,
+    with_larger_chunks,
+    with_usual_chunks,
+)
 from lightning_unified.units import format_bytes
 
 MIB = 1 << 20
@@ -175,3 +180,18 @@ def test_a_plan_with_a_larger_loss_chunk_keeps_its_other_options():
     for one in larger:
         choice = found(candidate(one))
         assert decide(inputs(combinations=(*compared, *larger), fits=False, choice=choice)).combination == one
+
+
+def test_a_quick_search_leaves_larger_loss_chunks_to_the_best_plan():
+    policies = [RecomputePolicy(blocks=blocks, of=4) for blocks in (0, 2, "all")]
+    kept = [replace(policies[-1], kept=0.5)]
+    compared = combinations_to_compare(
+        "32-true", policies=[*policies[:-1], *kept, policies[-1]], chunks=(None, 4096, 1024, 128)
+    )
+    usual = with_usual_chunks(compared)
+
+    left_out = [one for one in compared if one not in usual]
+    assert {one.loss_chunk for one in left_out} == {4096}
+    assert {one.recompute for one in left_out} == {policies[0], policies[-1]}
+    assert {one.loss_chunk for one in usual if one.recompute in kept} >= {1024, 4096}
+    assert {larger.loss_chunk for one in usual for larger in with_larger_chunks(one, compared)} >= {4096}

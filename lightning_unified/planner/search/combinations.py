@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 
-__all__ = ["Combination", "combinations_to_compare", "with_larger_chunks"]
+__all__ = ["Combination", "combinations_to_compare", "with_larger_chunks", "with_usual_chunks"]
 
 _REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
 _CHEAPEST = (
@@ -115,6 +115,19 @@ def with_larger_chunks(combination: Combination, combinations: Sequence[Combinat
     own = combination.loss_chunk
     chunks = {one.loss_chunk for one in combinations if own and one.loss_chunk and one.loss_chunk > own}
     return [replace(combination, loss_chunk=chunk, always=True) for chunk in sorted(chunks)]
+
+
+def with_usual_chunks(combinations: Sequence[Combination]) -> list[Combination]:
+    """Leave out combinations whose loss chunk no search looks at always.
+
+    Those of compiled blocks that keep a share stay.
+    """
+    usual = {one.loss_chunk for one in combinations if one.always}
+    return [
+        one
+        for one in combinations
+        if one.loss_chunk in usual or (one.recompute is not None and one.recompute.kept is not None)
+    ]
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:

@@ -23,7 +23,7 @@ from lightning_unified.cost_model.search import Candidate, Choice, Option, Taken
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.settings import AllocatorSettings
 from lightning_unified.planner.garbage import no_collection
-from lightning_unified.planner.search.combinations import Combination, with_larger_chunks
+from lightning_unified.planner.search.combinations import Combination, with_larger_chunks, with_usual_chunks
 from lightning_unified.planner.search.compared import ComparedOptions
 from lightning_unified.planner.search.larger_shares import Measured, in_last_blocks, larger_shares, most_gained
 from lightning_unified.planner.search.longer_rows import LongerRows
@@ -165,8 +165,11 @@ class Planner:
         own = combinations[0]
         if not self._has_expanded and self.fits_whole(own, limit=budget_bytes):
             combinations = [one for one in combinations if one.loss_chunk == own.loss_chunk]  # as a run does
+        searched = combinations
+        if only_best and self._may_look_for_larger_chunks:
+            searched = with_usual_chunks(combinations)
         for _ in range(_ATTEMPTS):
-            options = (self._compared.promising if only_best else self._compared.in_order)(combinations, rates=rates)
+            options = (self._compared.promising if only_best else self._compared.in_order)(searched, rates=rates)
             choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
             choice = self._with_larger_chunk(choice, combinations, budget_bytes=budget_bytes, rates=rates)
             choice = self._with_larger_shares(choice, combinations, budget_bytes=budget_bytes, rates=rates)
@@ -185,11 +188,10 @@ class Planner:
     ) -> Choice:
         """Return the choice with the largest loss chunk for which its best plan leaves room.
 
-        A search ends after a number of operations, and may not have looked at it. Each chunk is another dry run, so it is looked for on CUDA
-        and HIP only, where fewer chunks are worth it: 1.5 % of a step predicted, and less than 1 % on a simulated Mac (judgement).
+        A search ends after a number of operations, and may not have looked at it.
         """
         best = choice.best
-        if best is None or self._traces.backend not in ("cuda", "rocm"):
+        if best is None or not self._may_look_for_larger_chunks:
             return choice
         split = next(split for split in self._traces.splits if len(split) == best.num_micro_batches)
         for larger in with_larger_chunks(self.combination_of(best), combinations):
@@ -200,6 +202,14 @@ class Planner:
                 break  # still larger ones take more memory
             choice, best = found.beside(choice), found.best
         return choice
+
+    @property
+    def _may_look_for_larger_chunks(self) -> bool:
+        """Whether fewer loss chunks are worth another dry run each.
+
+        They are on CUDA and HIP: 1.5 % of a step predicted, and less than 1 % on a simulated Mac (judgement).
+        """
+        return self._traces.backend in ("cuda", "rocm")
 
     def _with_larger_shares(
         self, choice: Choice, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates
