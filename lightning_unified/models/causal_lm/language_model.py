@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_unified.nn.compiled import COMPILED_CALL
 from lightning_unified.nn.lazy_logits import LinearLogits, UnknownLogitsError, recorded_logits
+from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.nn.token_log_probs import token_log_probs_and_entropy
 
 __all__ = [
@@ -180,11 +181,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
     This switches off dropout and recomputation. Recomputation, by transformers or this project, is active in train mode only.
     """
-    training = [child for child in module.modules() if child.training]
+    training = [child for child in modules_of(module) if child.training]
     for child in training:
-        child.training = False
+        vars(child)["training"] = False  # a module's own assignment would take milliseconds for a large model
     try:
         yield
     finally:
         for child in training:
-            child.training = True
+            vars(child)["training"] = True

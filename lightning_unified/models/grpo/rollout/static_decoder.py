@@ -18,11 +18,13 @@ from lightning_unified.models.grpo.rollout.few_rows.operators import has_kernels
 from lightning_unified.models.grpo.rollout.recorded_prompts import RecordedPrompts, padded, read_prompts
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
 from lightning_unified.models.pretrained.architecture import blocks_of
+from lightning_unified.nn.module_tree.walks import modules_of, tensors_of
 
 __all__ = ["StaticDecoder", "slots_for"]
 
 log = logging.getLogger("lightning_unified")
 
+_ADAPTED = "active_adapters"  # a property of peft's layers, and a method of transformers' models
 _SHORTEST = 128
 _FEWER = 4  # judgement: a recorded step of half the rows is hardly shorter, and each number of rows needs a recording
 _WORTH_DROPPING = 16  # judgement: with fewer rows, a captured step takes the time of reading the weights
@@ -39,13 +41,11 @@ def slots_for(length: int, *, most: int) -> int:
     return whole if whole < 2 * power else power
 
 
-def _switches(layer: Any) -> tuple[str, ...]:
-    """Return which adapters of a layer of peft are active or merged, and their scales.
-
-    Other layers have none.
-    """
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    return tuple(str(getattr(layer, name, None)) for name in names) if hasattr(layer, names[0]) else ()
+def _switches(layer: Any) -> tuple[Any, ...]:
+    """Return which adapters of a layer of peft are active or merged, and their scales."""
+    scales = getattr(layer, "scaling", None)
+    numbers = [one for one in scales.values() if isinstance(one, int | float)] if isinstance(scales, dict) else []
+    return *layer.active_adapters, layer.disable_adapters, *layer.merged_adapters, *numbers
 
 
 class StaticDecoder:
@@ -186,8 +186,13 @@ class StaticDecoder:
         return self._made_for == self._state(device)
 
     def _state(self, device: torch.device) -> tuple[Any, ...]:
-        weights = [one.data_ptr() for one in self._lm.parameters()]
-        return self._dtype(device), *weights, *map(_switches, self._lm.modules())
+        """Return what a recording depends on.
+
+        A rollout asks twice, so the walks are this package's: torch's take ten times as long.
+        """
+        layers = [one for one in modules_of(self._lm) if isinstance(getattr(type(one), _ADAPTED, None), property)]
+        weights = [one.data_ptr() for one in tensors_of(self._lm)[0]]
+        return self._dtype(device), *weights, *map(_switches, layers)
 
     @staticmethod
     def _dtype(device: torch.device) -> torch.dtype | None:
