@@ -182,7 +182,7 @@ class StaticDecoder:
             self._prompts = RecordedPrompts(self._lm, dtype=dtype, context=self._without_kept_casts)
 
     def _is_as_recorded(self, device: torch.device) -> bool:
-        """Return whether weights, adapters and autocast are as they were at the recording."""
+        """Return whether weights, buffers, adapters and autocast are as they were."""
         return self._made_for == self._state(device)
 
     def _state(self, device: torch.device) -> tuple[Any, ...]:
@@ -191,8 +191,8 @@ class StaticDecoder:
         A rollout asks twice, so the walks are this package's: torch's take ten times as long.
         """
         layers = [one for one in modules_of(self._lm) if isinstance(getattr(type(one), _ADAPTED, None), property)]
-        weights = [one.data_ptr() for one in tensors_of(self._lm)[0]]
-        return self._dtype(device), *weights, *map(_switches, layers)
+        places = [one.data_ptr() for tensors in tensors_of(self._lm) for one in tensors]
+        return self._dtype(device), *places, *map(_switches, layers)
 
     @staticmethod
     def _dtype(device: torch.device) -> torch.dtype | None:
