@@ -112,6 +112,13 @@ LONG = {
     "test_simulate.py",
     "test_same_as_whole.py",
     "test_going_on.py",
+    "test_fsdp_users.py",
+    "test_fsdp_plans.py",
+    "test_pytorch_lightning.py",
+    "test_sums_of_means.py",
+    "test_loss_chunk.py",
+    "test_rounding.py",
+    "test_class_weights.py",
 }
 
 
