@@ -70,7 +70,10 @@ def _import_and_set():
 
 
 def _loaded_once(load):
-    """Return `load` that parses the same YAML once: parsing is a third of a composition, and each one reads twenty files."""
+    """Return a `load` that parses the same text once.
+
+    Parsing is a third of a composition, and each one reads twenty files.
+    """
     parsed = functools.cache(lambda text: load(io.StringIO(text)))
 
     def loaded(file):
