@@ -3,8 +3,10 @@
 Each test has one thread, and leaves random state, environment and working directory as they were.
 """
 
+import copy
 import functools
 import gc
+import io
 import logging
 import os
 import random
@@ -47,6 +49,7 @@ def _import_and_set():
     import torch
     from hypothesis import HealthCheck, settings
     from lightning.fabric.utilities import registry
+    from omegaconf import OmegaConf
 
     # No test asserts wall time, and a busy machine draws slowly.
     settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,6 +59,7 @@ def _import_and_set():
 
     # Each Trainer searches all installed packages for callbacks, which takes longer than the rest of its construction.
     registry.entry_points = functools.cache(registry.entry_points)
+    OmegaConf.load = _loaded_once(OmegaConf.load)
     for absent in (torch.cuda, torch.mtia, torch.xpu):
         # a seed for an absent device is queued with a stack trace, a millisecond each
         if not absent.is_available():
@@ -63,6 +67,21 @@ def _import_and_set():
 
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified"):
         _LEVELS[name] = logging.getLogger(name).level
+
+
+def _loaded_once(load):
+    """Return a `load` that parses the same text once.
+
+    Parsing is a third of a composition, and each one reads twenty files.
+    """
+    parsed = functools.cache(lambda text: load(io.StringIO(text)))
+
+    def loaded(file):
+        if hasattr(file, "read"):
+            return copy.deepcopy(parsed(file.read()))
+        return load(file)
+
+    return loaded
 
 
 # Files of many seconds: they run first, so that no worker has a long one left when the others are done.
@@ -96,6 +115,13 @@ LONG = {
     "test_simulate.py",
     "test_same_as_whole.py",
     "test_going_on.py",
+    "test_fsdp_users.py",
+    "test_fsdp_plans.py",
+    "test_pytorch_lightning.py",
+    "test_sums_of_means.py",
+    "test_loss_chunk.py",
+    "test_rounding.py",
+    "test_class_weights.py",
 }
 
 

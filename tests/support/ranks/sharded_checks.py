@@ -165,6 +165,7 @@ KINDS = {
     "fails on second": FailsOnSecond,
 }
 VALIDATED = {"contrastive validation", "wrapped"}
+ROWS_OF = {"scored": 12}  # a batch and a short one
 
 
 class CountsChecks(L.Callback):
@@ -189,7 +190,11 @@ def run(name: str, rows: Any = 1, **arguments: Any) -> dict[str, Any]:
     """Return the fit of a module and the number of its checks, or its refusal."""
     checks = CountsChecks()
     strategy = UnifiedFSDPStrategy(hold="shards", micro_batch_size=rows, evaluation_micro_batch_size=rows, **arguments)
-    settings = {**SETTINGS["plain"], "limit_val_batches": 1.0 if name in VALIDATED else 0, "module": {"rows": FEW}}
+    settings = {
+        **SETTINGS["plain"],
+        "limit_val_batches": 1.0 if name in VALIDATED else 0,
+        "module": {"rows": ROWS_OF.get(name, FEW)},
+    }
     try:
         fits = trained(strategy, checks, ranks=2, rank=local_rank(), kind=KINDS[name], **settings)
     except LightningUnifiedError as error:

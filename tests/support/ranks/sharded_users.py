@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightning_unified import UnifiedFSDPStrategy
 from lightning_unified.errors import LightningUnifiedError
 from tests.support.ranks.shard_faults import local_rank
-from tests.support.ranks.sharded import FEW, Deep, trained
+from tests.support.ranks.sharded import Deep, trained
 
-SETTING: dict[str, Any] = {"max_epochs": 1}
+TWO_BATCHES = 12  # the second one is short
 
 
 class Descends(Deep):
@@ -131,7 +131,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def alone(name: str) -> dict[str, Any]:
-    return trained("auto", ranks=1, rank=0, kind=KINDS[name], **SETTING)
+    return trained("auto", ranks=1, rank=0, kind=KINDS[name], max_epochs=1, module={"rows": TWO_BATCHES})
 
 
 def fits(hold: Any, *names: str) -> dict[str, dict[str, Any]]:
@@ -141,7 +141,8 @@ def fits(hold: Any, *names: str) -> dict[str, dict[str, Any]]:
 
 def _fit(hold: Any, kind: type[Deep], *callbacks: Any) -> dict[str, Any]:
     strategy = UnifiedFSDPStrategy(hold=hold, micro_batch_size=3, predict=False)
-    fit = trained(strategy, *callbacks, ranks=2, rank=local_rank(), kind=kind, module={"rows": FEW}, **SETTING)
+    settings: dict[str, Any] = {"max_epochs": 1, "module": {"rows": TWO_BATCHES}}
+    fit = trained(strategy, *callbacks, ranks=2, rank=local_rank(), kind=kind, **settings)
     return {**fit, "read": ReadsBatch.read}
 
 

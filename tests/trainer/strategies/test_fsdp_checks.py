@@ -8,7 +8,6 @@ import torch
 from tests.support.lanes import slow
 from tests.support.ranks import sharded_checks
 from tests.support.ranks.processes import on_ranks
-from tests.support.ranks.sharded import FEW
 
 
 @cache
@@ -46,7 +45,7 @@ def test_a_batch_split_after_a_check_trains_as_a_whole_one():
         torch.testing.assert_close(split["weights"], whole["weights"], rtol=0, atol=1e-10)
         assert split["seen"] == whole["seen"]
         assert split["metrics"] == pytest.approx(whole["metrics"], abs=1e-10)
-        assert split["rows seen"] == whole["rows seen"] == FEW / 2
+        assert split["rows seen"] == whole["rows seen"] == sharded_checks.ROWS_OF["scored"] / 2
 
 
 def test_all_ranks_refuse_a_module_that_compares_rows():

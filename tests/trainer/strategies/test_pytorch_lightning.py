@@ -24,32 +24,55 @@ print(trainer.global_step)
 """
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+# Each code runs in a copy of one interpreter, which has what takes most of Lightning's import, and nothing of Lightning.
+COPIES = """
+import multiprocessing, os, sys
+import torch._dynamo, torch.distributed, torchmetrics
+assert not {"lightning", "lightning_fabric", "lightning_unified", "pytorch_lightning"} & set(sys.modules)
+
+def run(code, folder):
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    exec(code, {"__name__": "__main__"})
+
+for code, folder in eval(sys.stdin.read()):
+    process = multiprocessing.get_context("fork").Process(target=run, args=(code, folder))
+    process.start()
+    process.join()
+"""
+ORDERS = ["import pytorch_lightning as pl, lightning_unified", "import lightning_unified, pytorch_lightning as pl"]
+LATE = "import lightning_unified, lightning_fabric\nlightning_unified.replace_pytorch_lightning()"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return what each code writes to stdout and stderr."""
+    codes = [*(f"{order}\npl.Trainer(strategy='unified', accelerator='cpu')" for order in ORDERS), TRAINED, LATE]
+    folders = [tmp_path_factory.mktemp("copy") for _ in codes]
+    given = repr([(code, str(folder)) for code, folder in zip(codes, folders, strict=True)])
+    subprocess.run([sys.executable, "-c", COPIES], input=given, text=True, timeout=240, check=True)
+    found = [tuple((folder / name).read_text() for name in ("stdout", "stderr")) for folder in folders]
+    return dict(zip([*ORDERS, TRAINED, LATE], found, strict=True))
 
 
 pytestmark = pytest.mark.skipif(PathFinder.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning")
 
 
-@pytest.mark.parametrize(
-    "order", ["import pytorch_lightning as pl, lightning_unified", "import lightning_unified, pytorch_lightning as pl"]
-)
-def test_its_trainer_names_the_way_to_train(order):
-    result = python(f"{order}\npl.Trainer(strategy='unified', accelerator='cpu')")
+@pytest.mark.parametrize("order", ORDERS)
+def test_its_trainer_names_the_way_to_train(written, order):
+    _, errors = written[order]
 
-    error = result.stderr.splitlines()[-1]
-    assert "ConfigurationError" in error, result.stderr
+    error = errors.splitlines()[-1]
+    assert "ConfigurationError" in error, errors
     assert "import lightning.pytorch as pl" in error
     assert "lightning_unified.replace_pytorch_lightning()" in error
 
 
-def test_a_library_that_imports_it_trains_once_it_is_replaced():
-    result = python(TRAINED)
+def test_a_library_that_imports_it_trains_once_it_is_replaced(written):
+    output, errors = written[TRAINED]
 
-    assert result.stdout.splitlines()[-1:] == ["1"], result.stderr
+    assert output.splitlines()[-1:] == ["1"], errors
 
 
-def test_it_is_not_replaced_once_it_is_imported():
-    result = python("import lightning_unified, lightning_fabric\nlightning_unified.replace_pytorch_lightning()")
-
-    assert "called after lightning_fabric had been imported" in result.stderr
+def test_it_is_not_replaced_once_it_is_imported(written):
+    assert "called after lightning_fabric had been imported" in written[LATE][1]
