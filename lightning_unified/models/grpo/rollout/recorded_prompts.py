@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from lightning_unified.models.causal_lm.language_model import forward_last
 from lightning_unified.models.grpo.rollout.capture import capture, new_pool, pool_bytes, refusing_waits
+from lightning_unified.units import MIB
 
 __all__ = ["RecordedPrompts", "padded", "read_prompts"]
 
@@ -21,7 +22,7 @@ log = logging.getLogger("lightning_unified")
 
 _MULTIPLE = 32  # judgement: so many tokens more take no longer, and lengths come again
 _MOST_TOKENS = 2048  # judgement: with more, products take longer than launches, and a recording much memory
-_MOST = 16  # judgement: recordings at a time
+_SHARE, _LEAST = 0.04, 64 * MIB  # judgement: bytes of all recordings, of the model's bytes, or at least so many
 _ROUNDING = 0.1  # judgement: share of the largest logit; rounding in half precision is less, a wrong mask more
 
 
@@ -46,7 +47,8 @@ def read_prompts(lm: Any, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
 class RecordedPrompts:
     """Reader of prompts that records shapes which come again.
 
-    It records a shape at its second time, and replays it from the third time on. A recording is made only if its logits are those of the model. If the first recordings fail, all prompts are read as they are.
+    It records a shape at its second time, and replays it from the third time on. A recording is made only if its logits are those of the
+    model, and if all recordings take few bytes. If one fails, no further one is made.
 
     Args:
         lm: A causal language model of transformers, whose weights stay at their addresses.
@@ -60,6 +62,7 @@ class RecordedPrompts:
         self._seen: set[tuple[int, ...]] = set()
         self._recordings: dict[tuple[int, ...], _Recording] = {}
         self._records = True
+        self._most_bytes = max(_LEAST, int(_SHARE * sum(one.nbytes for one in lm.parameters())))
         self.nbytes = 0
         """Bytes of the graphs' memory pool."""
 
@@ -69,7 +72,8 @@ class RecordedPrompts:
         if shape in self._recordings:
             return self._recordings[shape].replay(prompt, mask)
         logits, cache = read_prompts(self._lm, prompt, mask)
-        if self._records and shape in self._seen and prompt.numel() <= _MOST_TOKENS and len(self._recordings) < _MOST:
+        is_small = prompt.numel() <= _MOST_TOKENS and self.nbytes + _bytes_of(cache) <= self._most_bytes
+        if self._records and shape in self._seen and is_small:
             self._record(prompt, mask, own=logits)
         self._seen.add(shape)
         return logits, cache
@@ -85,6 +89,11 @@ class RecordedPrompts:
         else:
             self._recordings[tuple(prompt.shape)] = recording
             self.nbytes = pool_bytes(self._pool)
+
+
+def _bytes_of(cache: Any) -> int:
+    """Return the bytes of keys and values, which a recording holds."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 class _Recording:

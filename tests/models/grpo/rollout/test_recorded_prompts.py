@@ -73,6 +73,23 @@ def test_a_shape_is_recorded_when_it_comes_again(model: torch.nn.Module, replays
     assert replays.made == 1
 
 
+def test_prompts_that_would_take_many_bytes_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, replays: Replays
+) -> None:
+    monkeypatch.setattr(recorded_prompts, "_SHARE", 0)
+    monkeypatch.setattr(recorded_prompts, "_LEAST", 1000)
+    one, other = reader(model), prompts(1, length=9)
+    for _ in range(3):
+        one.read(*other)
+    assert replays.made == 0
+
+    monkeypatch.setattr(recorded_prompts, "_LEAST", 4700)
+    two = reader(model)
+    for length in (9, 9, 10, 10, 11, 11, 12, 12):
+        two.read(*prompts(1, length=length))
+    assert (replays.made, two.nbytes) == (2, 2000)
+
+
 def test_padded_prompts_have_a_length_that_comes_again(model: torch.nn.Module) -> None:
     prompt, mask = prompts(length=41)
     more, there = padded(prompt, mask)
