@@ -1,6 +1,7 @@
 """Access to a causal language model of transformers, and scores without holding all logits."""
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.nn.token_log_probs import token_log_probs_and_entropy
 
 __all__ = [
+    "RECURRENT",
+    "beyond_rounding",
     "cache_argument",
     "causal_lm",
     "check_head",
@@ -24,6 +27,10 @@ __all__ = [
     "score",
 ]
 
+RECURRENT = "cache_params"
+"""Name of a cache of recurrent states alone."""
+
+_CACHES = ("past_key_values", "cache", RECURRENT)  # before transformers 5.24, and since then
 _CHECKED = (2, 8)  # rows and tokens of the batch whose logits are compared
 
 
@@ -113,9 +120,23 @@ def check_head(model: Any) -> None:
         own = linear_logits(model, ids).computed()
     if own.shape != logits.shape:
         raise _refusal(model, f"they are {list(logits.shape)}, and those of its head {list(own.shape)}")
-    rounding = torch.finfo(logits.dtype).eps ** 0.5 * float(logits.abs().max().clamp(min=1e-3))
-    if (difference := float((own - logits).abs().max())) > rounding:
+    if (difference := beyond_rounding(own, logits, dtype=logits.dtype)) is not None:
         raise _refusal(model, f"they differ by {difference:.2g} from those of its head and the operations after it")
+
+
+def beyond_rounding(found: Tensor, expected: Tensor, *, dtype: torch.dtype) -> float | None:
+    """Return the largest difference of logits; None if rounding explains it.
+
+    It is None too if `expected` has a NaN.
+
+    Args:
+        found: Logits.
+        expected: Other logits of the same shape.
+        dtype: The dtype of their computation.
+    """
+    difference, largest = float((found.float() - expected.float()).abs().max()), float(expected.abs().max())
+    rounding = torch.finfo(dtype).eps ** 0.5 * max(largest, 1e-3)
+    return None if difference <= rounding or math.isnan(largest) else difference
 
 
 def _refusal(model: Any, why: str) -> ValueError:
@@ -161,18 +182,27 @@ def score(
 
 
 def forward_last(lm: Any, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
-    """Return the logits (N, V) after the last token and the model's cache."""
+    """Return the logits (N, V) after the last token and the model's cache.
+
+    Raises:
+        ValueError: If the model returns no cache.
+    """
     if "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
         inputs["logits_to_keep"] = 1
     name = cache_argument(lm)
     output = lm(**inputs, **{name: cache}, use_cache=True, return_dict=True)
+    if output.get(name) is None:
+        raise ValueError(
+            f"{type(lm).__name__} returns no {name}, so each token would be computed from all tokens before it; sample from a model that "
+            "returns its cache."
+        )
     return output.logits[:, -1], output[name]
 
 
 def cache_argument(module: nn.Module) -> str:
-    """Return the name under which a module of transformers takes and returns keys and values."""
+    """Return the name under which a module of transformers takes and returns its cache."""
     takes = inspect.signature(type(module).forward).parameters
-    return "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
+    return next((name for name in _CACHES if name in takes), _CACHES[0])
 
 
 @contextmanager

@@ -5,15 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.models.causal_lm.language_model import forward_last
+from lightning_unified.models.causal_lm.language_model import RECURRENT, cache_argument, forward_last
 
 __all__ = ["GrowingDecoder", "can_select"]
 
 
 def can_select(cache: Any) -> bool:
-    """Return whether rows of a cache can be repeated and dropped; recurrent states cannot."""
+    """Return whether rows of a cache can be repeated and dropped; recurrent states cannot.
+
+    A layer with both keys and recurrent states repeats its keys alone.
+    """
     layers = getattr(cache, "layers", None) or [cache]
-    return all(hasattr(layer, "batch_repeat_interleave") and hasattr(layer, "batch_select_indices") for layer in layers)
+    return all(hasattr(layer, "batch_select_indices") and not hasattr(layer, "recurrent_states") for layer in layers)
 
 
 class GrowingDecoder:
@@ -21,6 +24,9 @@ class GrowingDecoder:
 
     def __init__(self, lm: Any) -> None:
         self._lm = lm
+        self._attends = (
+            cache_argument(lm) != RECURRENT
+        )  # recurrent layers would take the mask of all tokens for the new one's
         self.rows = 0
 
     def begin(self, cache: Any, *, mask: Tensor, group: int) -> None:
@@ -37,7 +43,7 @@ class GrowingDecoder:
         logits, self._cache = forward_last(
             self._lm,
             input_ids=tokens[:, None],
-            attention_mask=self._mask,
+            attention_mask=self._mask if self._attends else None,
             position_ids=positions,
             cache=self._cache,
         )

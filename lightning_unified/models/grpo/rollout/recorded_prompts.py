@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_unified.models.causal_lm.language_model import forward_last
+from lightning_unified.models.causal_lm.language_model import beyond_rounding, forward_last
 from lightning_unified.models.grpo.rollout.capture import capture, new_pool, pool_bytes, refusing_waits
-from lightning_unified.units import MIB
 
 __all__ = ["RecordedPrompts", "padded", "read_prompts"]
 
@@ -22,8 +21,7 @@ log = logging.getLogger("lightning_unified")
 
 _MULTIPLE = 32  # judgement: so many tokens more take no longer, and lengths come again
 _MOST_TOKENS = 2048  # judgement: with more, products take longer than launches, and a recording much memory
-_SHARE, _LEAST = 0.04, 64 * MIB  # judgement: bytes of all recordings, of the model's bytes, or at least so many
-_ROUNDING = 0.1  # judgement: share of the largest logit; rounding in half precision is less, a wrong mask more
+_SHARE, _LEAST = 0.04, 64 * 2**20  # judgement: bytes of all recordings, of the model's bytes, or at least so many
 
 
 def padded(prompt: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,10 +111,9 @@ class _Recording:
         """
         with refusing_waits():  # an interrupted recording would leave torch's generator unusable
             self._once()
-        logits = self._result[0].float()
-        difference, largest = float((logits - own.float()).abs().max()), float(own.abs().max())
-        if not difference <= _ROUNDING * largest:
-            raise RuntimeError(f"with a mask of four dimensions, logits up to {largest:.3g} differ by {difference:.3g}")
+        difference = beyond_rounding(self._result[0], own, dtype=self._dtype)
+        if difference is not None:
+            raise RuntimeError(f"with a mask of four dimensions, its logits differ by {difference:.3g}")
         self._graph = capture(self._once, state=(), pool=pool)
 
     def replay(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:

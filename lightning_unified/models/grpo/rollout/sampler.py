@@ -17,6 +17,7 @@ from lightning_unified.models.grpo.rollout.progress import Progress, Stopping
 from lightning_unified.models.grpo.rollout.recorded_prompts import read_prompts
 from lightning_unified.models.grpo.rollout.sampling import Completions, CompletionSampler, SamplingOptions, draw
 from lightning_unified.models.grpo.rollout.static_cache import is_plain_cache
+from lightning_unified.models.grpo.rollout.static_check import static_refusal
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
 
 __all__ = ["DECODINGS", "Sampler", "SamplerSlot"]
@@ -68,6 +69,7 @@ class Sampler:
         self._decoding = decoding
         self._kept_bytes = kept_bytes
         self._static: StaticDecoder | None = None
+        self._refusal: str | None = None
         self._has_warned = False
 
     @property
@@ -124,6 +126,9 @@ class Sampler:
         else:
             logits, cache = read_prompts(self._lm, prompt, mask)
         decoding = self._decoding_of(cache, device=prompt.device, length=prompt.shape[1])
+        if decoding != "growing" and self._static is None:
+            self._refusal = static_refusal(self._lm, cache, mask=mask, logits=logits)
+            decoding = decoding if self._refusal is None else self._growing(self._refusal)
         if decoding != "growing":
             if self._static is None:
                 captured = decoding in {"compiled", "captured"}
@@ -142,19 +147,21 @@ class Sampler:
     def _decoding_of(self, cache: Any, *, device: torch.device, length: int) -> str:
         """Return the decoding method for prompts of `length` tokens; warn once if it is slower."""
         attention = self._lm.config.get_text_config()._attn_implementation
-        if self._decoding == "growing":
+        if self._decoding == "growing" or self._refusal is not None:
             return "growing"
         if not is_plain_cache(cache, length=length) or attention not in {"sdpa", "eager"}:
-            if not self._has_warned:
-                log.warning(
-                    "Rollout decodes over the model's own growing cache, which is slower: the cache of %s (%s attention) is not keys "
-                    "and values of every token alone.",
-                    type(self._lm).__name__,
-                    attention,
-                )
-                self._has_warned = True
-            return "growing"
+            name = type(self._lm).__name__
+            return self._growing(
+                f"the cache of {name} ({attention} attention) is not keys and values of every token alone"
+            )
         return resolve_decoding(self._decoding, device=device)
+
+    def _growing(self, reason: str) -> str:
+        """Return the decoding over the model's own cache; warn once that it is slower."""
+        if not self._has_warned:
+            log.warning("Rollout decodes over the model's own growing cache, which is slower: %s.", reason)
+            self._has_warned = True
+        return "growing"
 
     def _release_above_limit(self) -> None:
         if self._static is None:

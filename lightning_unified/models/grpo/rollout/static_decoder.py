@@ -70,6 +70,12 @@ class StaticDecoder:
         self._takes_positions = "position_ids" in inspect.signature(type(lm).forward).parameters
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the products in attention, once a rollout has begun."""
+        assert self._storage is not None
+        return self._storage.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the cache, of a step's fixed tensors and of the graphs' memory pools."""
         if self._storage is None:
@@ -218,8 +224,9 @@ class StaticDecoder:
 
     def _once(self, layers: list[LayerCache] | None = None) -> None:
         """Run one step on the fixed tensors: unmask the slot, read the token, advance both places."""
-        from transformers.cache_utils import Cache
+        from transformers.cache_utils import Cache, CacheLayerMixin
 
+        CacheLayerMixin.register(LayerCache)  # a cache asks such layers alone for their length
         mask = self._mask_view()
         mask.index_fill_(3, self._slot, 0)
         positions = {"position_ids": self._positions[: self.rows]} if self._takes_positions else {}

@@ -57,6 +57,8 @@ def compile_steps(monkeypatch: pytest.MonkeyPatch, *, backend: str) -> None:
             once(self, layers)
 
     monkeypatch.setattr(StaticDecoder, "_once", compiled)
+    refusal = "lightning_unified.models.grpo.rollout.sampler.static_refusal"
+    monkeypatch.setattr(refusal, lambda *_, **__: None)  # its steps are not compiled
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -83,9 +83,10 @@ def test_completions_end_with_the_stop_text() -> None:
 @pytest.mark.parametrize("decoding", WAYS)
 def test_rows_that_are_over_are_decoded_no_more(decoding: str) -> None:
     model, (prompt, mask) = language_model(), prompts()
-    sizes: list[int] = []
+    sampler, sizes = Sampler(model, stop_ids=range(12), decoding=decoding), list[int]()
+    sampler(prompt, mask, options(1, 1))  # the first rollout checks a step of two rows
     model.model.layers[0].register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
-    Sampler(model, stop_ids=range(12), decoding=decoding)(prompt, mask, options(16, 60), generator=seeded())
+    sampler(prompt, mask, options(16, 60), generator=seeded())
     assert sizes[:2] == [3, 48]  # prompts once, then all rows
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert sizes[-1] < 12
