@@ -28,13 +28,14 @@ def summands(net, loss):
 
 LOSSES = {
     "two means": lambda net: F.cross_entropy(net.one(X), Y) + 0.1 * net.two(X).square().mean(),
+    "smoothed labels": lambda net: F.cross_entropy(net.one(X), Y, label_smoothing=0.1) + net.two(X).square().mean(),
     "a difference": lambda net: 3 - net.one(X).mean() - net.two(X).mean() / 2,
     "a stack": lambda net: (torch.stack([net.one(X).mean(), net.two(X).mean()]) * torch.tensor([1.0, 0.2])).sum(),
     "a list": lambda net: sum([net.one(X).mean(), net.two(X).mean()]),
     "a cast": lambda net: (net.one(X).mean() + net.two(X).mean().float()).double() * 2,
     "in place": lambda net: net.one(X).mean().add_(net.two(X).mean(), alpha=0.5),
 }
-KEYS = {"two means": ["NllLoss of one", "Mean of two"]}
+KEYS = {"two means": ["NllLoss of one", "Mean of two"], "smoothed labels": ["Add of one", "Mean of two"]}
 
 
 @pytest.mark.parametrize("name", LOSSES)
