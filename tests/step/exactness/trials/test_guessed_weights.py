@@ -132,9 +132,7 @@ class Squares(Lengths):
         return out.square().sum() / lengths.square().sum()
 
 
-@first_cells(
-    8, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry, SeveralTokens]
-)
+@first_cells(8, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry, SeveralTokens])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
     whole, *_ = run(kind, "auto")
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))

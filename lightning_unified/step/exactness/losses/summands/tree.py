@@ -182,7 +182,11 @@ def _factor_of(node: Any) -> Any:
 def _number(factor: Any) -> Any:
     """Return one number that lies on the host as a number of Python, which promotes no tensor's format."""
     is_number = isinstance(factor, Tensor) and factor.numel() == 1 and factor.device.type == "cpu"
-    return float(factor) if is_number and not factor.is_complex() else factor
+    if not is_number or factor.is_complex():
+        return factor
+    return float(
+        factor if factor.dim() else factor.tolist()
+    )  # dispatch modes refuse `float` of a tensor made of a number
 
 
 def _inputs_of(node: Any, factor: Any) -> list[tuple[Any, int, Any]] | None:
