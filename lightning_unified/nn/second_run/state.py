@@ -115,7 +115,7 @@ class BlockState:
             left.extend(child for child in module._modules.values() if child is not None)
 
     def _visit_outside(self, module: nn.Module) -> None:
-        """Note the attributes of a module that functions or lists hold, such as the one around the block."""
+        """Note the attributes of a module that is not part of the block, such as the one around it."""
         own = vars(module)
         if id(own) in self._seen:
             return

@@ -143,7 +143,10 @@ def _added(root: Any, edge: Edge, values: Mapping[Edge, Tensor]) -> Iterator[tup
 
 
 def _is_of_one_call(edge: Edge, inputs: Iterable[tuple[Any, int, Any]], values: Mapping[Edge, Tensor]) -> bool:
-    """Return whether one operation of the step computed a sum with its inputs, as `cross_entropy` with smoothed labels does."""
+    """Return whether one operation of the step computed a sum and its inputs.
+
+    `cross_entropy` with smoothed labels does.
+    """
     unknown = [at for at, index, _ in inputs if _value_of(at.next_functions[index], values) is None]
     return len(unknown) > 1 and _value_of(edge, values) is not None
 
