@@ -187,9 +187,8 @@ def _number(factor: Any) -> Any:
     is_number = isinstance(factor, Tensor) and factor.numel() == 1 and factor.device.type == "cpu"
     if not is_number or factor.is_complex():
         return factor
-    return float(
-        factor if factor.dim() else factor.tolist()
-    )  # dispatch modes refuse `float` of a tensor made of a number
+    number: Any = factor if factor.dim() else factor.tolist()  # dispatch modes refuse `float` of a tensor made of one
+    return float(number)
 
 
 def _inputs_of(node: Any, factor: Any) -> list[tuple[Any, int, Any]] | None:
