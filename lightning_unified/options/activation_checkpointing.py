@@ -15,6 +15,8 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.compiled import KeepsShare, is_compiled, keeps_share
 from lightning_unified.nn.module_tree.blocks import Blocks, find_blocks
 from lightning_unified.nn.recomputing import RecomputePolicy, Recomputing
+from lightning_unified.nn.second_run.runs import runs_again
+from lightning_unified.nn.stand_in import StandIn
 
 __all__ = ["ActivationCheckpointing", "CheckpointedBlocks", "recompute_policies"]
 
@@ -191,6 +193,7 @@ class CheckpointedBlocks:
         self._switch = has_switch(module)
         self._before = bool(module.recompute) if self._switch else False
         self._recomputing: Recomputing | None = None
+        self._logs: list[_LogsOnce] = []
         self._keeping: list[KeepsShare] = []
         self.blocks: Blocks | None = None
         self.policy = policy
@@ -228,6 +231,9 @@ class CheckpointedBlocks:
         self._recomputing = Recomputing(
             policy.choose(plain), keep_attention=policy.keep_attention, left_out=self._left_out
         )
+        self._logs = [_LogsOnce(one, "log") for one in module.modules() if isinstance(one, L.LightningModule)]
+        for logs in self._logs:
+            logs.install()
 
     def _keep(self, policy: RecomputePolicy) -> None:
         """Let the graphs of compiled blocks keep shares of their activations."""
@@ -264,12 +270,23 @@ class CheckpointedBlocks:
         if self._recomputing is not None:
             self._recomputing.remove()
             self._recomputing = None
+        for logs in self._logs:
+            logs.remove()
+        self._logs = []
         for call in self._keeping:
             call.keep(None)
         self._keeping = []
         if self._switch:
             self._module.recompute = self._before  # type: ignore[assignment]
         self._switch = False
+
+
+class _LogsOnce(StandIn):
+    """Replacement of a module's `log`, which the second run of a block calls without effect."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not (self.is_on and runs_again()):
+            self.function(*args, **kwargs)
 
 
 def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]:

@@ -16,7 +16,7 @@ from lightning_unified.nn.compiled import ORIGINAL, compiled_parts
 from lightning_unified.nn.second_run.outputs import Observed
 from lightning_unified.nn.second_run.writes import CopiesBeforeWrites, copy_of
 
-__all__ = ["BothRuns", "Calls", "named_errors", "recomputed_calls", "saves_elsewhere"]
+__all__ = ["BothRuns", "Calls", "named_errors", "recomputed_calls", "runs_again", "saves_elsewhere"]
 
 _WAYS_OUT = (
     "It depends on more than its arguments, its attributes and random generators, e.g. on a global or on a context that ends before the "
@@ -54,6 +54,7 @@ _RAISES = 2  # torch.cuda.get_sync_debug_mode where a wait for the device is an 
 
 _own_hooks: ContextVar[Any] = ContextVar("own_hooks", default=None)
 _count = [0]  # of first runs so far
+_again = [0]  # of second runs that are under way
 _LATEST: list[Any] = [None]  # the class of the block that ran last for the second time
 
 
@@ -110,7 +111,7 @@ class BothRuns:
             if calls.written is None and _is_writable(value):
                 self._held[position] = value
                 # torch reads the devices of saved arguments; a dry run must not count another operation
-                self.saved[position] = None if isinstance(value, FakeTensor) else torch.empty(0, device=value.device)
+                self.saved[position] = None if isinstance(value, FakeTensor) else _without_memory(value)
             elif calls.written is not None and position in calls.written and _is_writable(value):
                 self.saved[position] = copy_of(value)
 
@@ -154,11 +155,14 @@ class BothRuns:
             if position < len(values) and isinstance(values[position], Tensor):
                 values[position] = values[position].clone()  # no leaf of autograd, which could not be written
         again = None if self._observed is None else Observed(looks_inside=self._looks_inside)
+        _again[0] += 1
         try:
             result = self._function(*values) if again is None else again.run(self._function, values)
         except _ERRORS as error:
             why = f"{type(error).__name__}: {error}"
             raise RecomputationError(_FAILED.format(name=name, why=why) + _WAYS_OUT, kind=self._kind) from error
+        finally:
+            _again[0] -= 1
         if self._observed is not None and again is not None and (by := self._observed.difference(again)):
             raise RecomputationError(_DIFFERS.format(name=name, by=by) + _WAYS_OUT, kind=self._kind)
         return result
@@ -188,6 +192,11 @@ def recomputed_calls() -> int:
     return _count[0]
 
 
+def runs_again() -> bool:
+    """Return whether a block is in its second run, whose results the user has seen already."""
+    return _again[0] > 0
+
+
 def saves_elsewhere() -> bool:
     """Return whether hooks change the tensors saved for the backward pass.
 
@@ -214,6 +223,14 @@ def _can_compare() -> bool:
         torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == _RAISES
     )
     return torch._C._len_torch_dispatch_stack() == 0 and may_wait
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    """Return a tensor of one entry in the shape of `like`.
+
+    A checkpoint of the user's around the block compares shapes and types with those that a later call saves.
+    """
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def _is_writable(value: Any) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unified.nn.libraries import is_ours
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.recovery.undone_run import parameters_of_step
-from lightning_unified.step.undo.kinds import is_ours
 
 __all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "order_of_zeroing", "overrides"]
 

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_unified.nn.libraries import is_ours, is_skipped
 from lightning_unified.nn.module_tree.walks import modules_of
 from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, MappingCell, NamesCell, Path, cells_of
-from lightning_unified.step.undo.kinds import Kind, is_ours, is_skipped
+from lightning_unified.step.undo.kinds import Kind
 
 __all__ = [
     "cells_of_function",

@@ -6,7 +6,6 @@ import functools
 import itertools
 import queue
 import random
-import sys
 import types
 from collections import deque
 from typing import Any
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_unified.nn.libraries import is_ours
 from lightning_unified.step.undo.states import Drawn
 
-__all__ = ["Kind", "holds_iterators", "is_ours", "is_skipped", "kind_of"]
+__all__ = ["Kind", "holds_iterators", "kind_of"]
 
 
 class Kind(enum.Enum):
@@ -84,11 +84,6 @@ _NEVER = (
     enum.Enum,
     np.generic,
 )
-_ENGINES = frozenset(
-    {"torch", "lightning", "lightning_unified", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
-)
-# In the standard library only these modules hold state that a step changes and that attributes can restore.
-_OPAQUE = (_ENGINES | frozenset(sys.stdlib_module_names)) - {"collections", "types", "queue", "__main__"}
 # Base classes of users' objects that a step does not change: loggers, and the Trainer's own parts.
 _NOT_OF_STEPS = (Trainer, Strategy, Logger)
 # Base classes of large objects that others change: iteration, worker processes and optimizer steps.
@@ -129,16 +124,3 @@ def holds_iterators(value: tuple[Any, ...]) -> bool:
     """Return whether a tuple, or a tuple in it, holds iterators."""
     kinds = [(kind_of(type(one)), one) for one in value[:_WIDEST]]
     return any(kind is Kind.ITERATOR or (kind is Kind.TUPLE and holds_iterators(one)) for kind, one in kinds)
-
-
-def is_ours(kind: type) -> bool:
-    """Return whether the walk skips objects of the class `kind`.
-
-    It skips classes of the standard library, torch, Lightning and this package.
-    """
-    return is_skipped(kind.__module__)
-
-
-def is_skipped(module: Any) -> bool:
-    """Return whether `module`, the name of a Python module, belongs to one of these libraries."""
-    return isinstance(module, str) and module.partition(".")[0] in _OPAQUE

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from torch import nn
 
+from lightning_unified.nn.libraries import is_ours
 from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, NamesCell, cells_of
 from lightning_unified.step.undo.functions import (
     cells_of_function,
@@ -17,7 +18,7 @@ from lightning_unified.step.undo.functions import (
     names_of,
     reached_functions,
 )
-from lightning_unified.step.undo.kinds import Kind, is_ours
+from lightning_unified.step.undo.kinds import Kind
 from lightning_unified.step.undo.torch_cells import cells_of_optimizer
 
 __all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]

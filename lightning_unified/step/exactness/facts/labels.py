@@ -87,4 +87,5 @@ def saved(node: Any, name: str) -> Any:
     if not isinstance(raw, tuple) and raw is not None and getattr(raw, "unpack_hook", raw) is not None:
         return None
     value = getattr(node, f"_saved_{name}", None)
-    return value.detach() if isinstance(value, Tensor) else value
+    # a dispatch mode, such as a simulated machine's, gets a number in place of a tensor made of one, which `detach` refuses
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value

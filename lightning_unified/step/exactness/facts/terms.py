@@ -37,7 +37,7 @@ class Terms:
     Args:
         path: The path of the field.
         left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
-        is_shifted: Whether the first entry of each row is no term.
+        shift: The number of entries at the start of each row that are no terms.
         size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
         kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, `"rows with an entry"` other
             than 0, `"places up to"` an index in each row, `"lengths"` of the rows' entries, or entries of the class `"only <class>"`; empty for none.
@@ -46,7 +46,7 @@ class Terms:
 
     path: str
     left_out: int | None = None
-    is_shifted: bool = False
+    shift: int = 0
     size: str = ""
     kind: str = ""
     weights: tuple[float, ...] = ()
@@ -63,7 +63,7 @@ class Terms:
         leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0
-        leaf = leaf[:, 1:] if self.is_shifted else leaf
+        leaf = leaf[:, self.shift :] if self.shift else leaf
         if self.kind in _MARKS:
             leaf = _MARKS[self.kind](leaf)
         elif self.kind.startswith(_ONLY):

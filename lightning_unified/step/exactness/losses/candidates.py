@@ -22,6 +22,7 @@ _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
 _CLASSES = 8  # judgement: a loss seldom tells apart more classes by masks
 _NAMED = 4  # class weights that a rule's name shows
+_AHEAD = 4  # judgement: tokens that heads of a language model predict ahead
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
 
@@ -67,6 +68,9 @@ def candidates(
 def guesses(batch: Any, rows: int) -> Iterator[LossRule]:
     """Yield the loss rules that a check tries where no candidate agrees."""
     for path, tensor in _fields_of_numbers(batch, rows, _INTEGERS):
+        is_scored = tensor.dim() == 2 and bool((tensor == IGNORED).any())
+        for shift in range(2, min(_AHEAD + 1, tensor.shape[1])) if is_scored else ():
+            yield LossRule(f"scored {path!r}, shifted by {shift}", Terms(path, IGNORED, shift=shift), is_guess=True)
         least, most = (float(one) for one in tensor.aminmax())
         if tensor.dim() == 1 and least >= 0 and not _is_count(path, tensor):
             yield LossRule(f"total of {path!r}", Terms(path, kind="total"), is_guess=True)
@@ -155,7 +159,7 @@ def _weighted(batch: Any, rows: int, by: Scoring) -> Iterator[LossRule]:
         if low >= min(0, by.ignore_index) and high < max(len(by.weights), by.ignore_index + 1):
             yield LossRule(f"class weights {named} of {path!r}", terms)
             if tensor.dim() == 2 and tensor.shape[1] > 1:
-                yield LossRule(f"class weights {named} of {path!r}, shifted", replace(terms, is_shifted=True))
+                yield LossRule(f"class weights {named} of {path!r}, shifted", replace(terms, shift=1))
 
 
 def _without_missing(path: str, tensor: Tensor) -> list[LossRule]:
@@ -205,5 +209,5 @@ def _counting(path: str, tensor: Tensor, left_out: int | None, *, name: str) -> 
     """Return rules that count a field's entries: all of them, and all but the first of each row."""
     rules = [LossRule(name, Terms(path, left_out))]
     if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out, is_shifted=True)))
+        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out, shift=1)))
     return rules

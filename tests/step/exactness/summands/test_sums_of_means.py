@@ -49,6 +49,14 @@ def test_windows_and_clipping_see_the_whole_batchs_gradient(options):
     same_cut_and_whole(Pretraining, loader=lambda: loader(3), max_epochs=2, **options)
 
 
+def test_a_simulated_machine_splits_a_sum_of_means_too():
+    whole, *_ = run(Pretraining, "auto")
+    strategy = UnifiedStrategy(micro_batch_size=3, budget="1GiB", simulate="rtx3060-12gb", predict=False)
+    split, *_ = run(Pretraining, strategy)
+
+    torch.testing.assert_close(weights(split), weights(whole), **EXACT)
+
+
 def test_all_logs_of_summands_merge_and_no_warning_comes():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unified.step.exactness.losses.summands import REST, StepSummands, scale_summands
 
@@ -28,13 +29,14 @@ def summands(net, loss):
 
 LOSSES = {
     "two means": lambda net: F.cross_entropy(net.one(X), Y) + 0.1 * net.two(X).square().mean(),
+    "smoothed labels": lambda net: F.cross_entropy(net.one(X), Y, label_smoothing=0.1) + net.two(X).square().mean(),
     "a difference": lambda net: 3 - net.one(X).mean() - net.two(X).mean() / 2,
     "a stack": lambda net: (torch.stack([net.one(X).mean(), net.two(X).mean()]) * torch.tensor([1.0, 0.2])).sum(),
     "a list": lambda net: sum([net.one(X).mean(), net.two(X).mean()]),
     "a cast": lambda net: (net.one(X).mean() + net.two(X).mean().float()).double() * 2,
     "in place": lambda net: net.one(X).mean().add_(net.two(X).mean(), alpha=0.5),
 }
-KEYS = {"two means": ["NllLoss of one", "Mean of two"]}
+KEYS = {"two means": ["NllLoss of one", "Mean of two"], "smoothed labels": ["Add of one", "Mean of two"]}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -45,6 +47,25 @@ def test_the_values_of_summands_add_up_to_the_loss(name):
     assert [one.key for one in found] == [*KEYS.get(name, ["Mean of one", "Mean of two"]), REST]
     assert float(sum(one.value for one in found)) == pytest.approx(float(loss), rel=1e-6)
     assert float(found[-1].value) == pytest.approx(0.0, abs=1e-6)
+
+
+class _Counting(TorchDispatchMode):
+    """Sees each operation, as a simulated machine does: it gets numbers in place of tensors made of them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_summands_are_the_same_in_a_dispatch_mode(name):
+    torch.manual_seed(0)
+    net = Net()
+    _, expected = summands(net, lambda net: LOSSES[name](net) / 2)
+    with _Counting():
+        _, found = summands(net, lambda net: LOSSES[name](net) / 2)
+
+    assert [one.key for one in found] == [one.key for one in expected]
+    assert [float(one.value) for one in found] == [float(one.value) for one in expected]
 
 
 @pytest.mark.parametrize("name", LOSSES)

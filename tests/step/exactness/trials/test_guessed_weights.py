@@ -20,6 +20,8 @@ NUMBERS = torch.randint(1, 6, (ROWS,), generator=GENERATOR)
 MASKS = (torch.arange(4) + torch.arange(ROWS)[:, None]) % 7 < (torch.arange(ROWS) % 5)[:, None]
 CLASSES = torch.randint(0, 3, (ROWS,), generator=GENERATOR)
 TARGETS = torch.randint(-1, 3, (ROWS, 4), generator=GENERATOR)
+TOKENS = torch.randint(0, 4, (ROWS, 6), generator=GENERATOR)
+TOKENS[torch.rand(ROWS, 6, generator=GENERATOR) < 0.4] = -100
 NONE = TARGETS.clone().clamp(min=-1, max=1)
 NONE[22:28] = -1  # a micro-batch of the second batch
 BOXES = [torch.randn(number % 4, 4, generator=GENERATOR, dtype=torch.float64) for number in NUMBERS.tolist()]
@@ -93,6 +95,18 @@ class Boxes(Tuple):
         return torch.stack(errors).sum() / sum(len(row["boxes"]) for row in batch[1])
 
 
+class SeveralTokens(Tuple):
+    """Predicts the next token and those after it, as Medusa's heads and DeepSeek's multi-token prediction do."""
+
+    fields = (X, TOKENS)
+
+    def loss(self, out, tokens):
+        ahead = [out.roll(ahead, 1)[:, None].expand(-1, 6 - ahead, -1) for ahead in (1, 2, 4)]
+        return sum(
+            F.cross_entropy(one.flatten(0, 1), tokens[:, -one.shape[1] :].flatten()) / one.shape[1] for one in ahead
+        )
+
+
 class AtLeastOne(Tuple):
     fields = (X, NONE)
 
@@ -118,7 +132,7 @@ class Squares(Lengths):
         return out.square().sum() / lengths.square().sum()
 
 
-@first_cells(7, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry])
+@first_cells(8, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry, SeveralTokens])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
     whole, *_ = run(kind, "auto")
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
@@ -148,6 +162,8 @@ def test_guesses_are_no_candidates():
     names = [rule.name for rule in guesses(batch, ROWS)]
 
     assert names == ["total of '1'", "entries of '2' above 0", "lengths of '3'"]
+    ahead = [rule.name for rule in guesses((X, TOKENS), ROWS)]
+    assert ahead == [*(f"scored '1', shifted by {shift}" for shift in (2, 3, 4)), "entries of '1' above 0"]
     assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
 
 

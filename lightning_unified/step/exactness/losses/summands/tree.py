@@ -15,7 +15,7 @@ A factor of the gradient that flows into a summand, not of any node, weights it:
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +95,7 @@ def summands_of(loss: Tensor, values: Mapping[Edge, Tensor], name_of: Callable[[
     penalties = Summand(_PARAMETERS, [], [], loss.detach().new_zeros(()))
     if loss.grad_fn is None or loss.numel() != 1:
         return []
-    for place, edge, factor in _added(loss.grad_fn, (loss.grad_fn, loss.output_nr)):
+    for place, edge, factor in _added(loss.grad_fn, (loss.grad_fn, loss.output_nr), values):
         value = _value_of(edge, values)
         value = None if value is None else value.reshape(()) * factor
         if value is not None and penalties.value is not None and _is_penalty(edge[0]):
@@ -125,7 +125,7 @@ def _number_alike(found: list[Summand]) -> None:
             one.key = f"{one.key} ({counts[one.key]})"
 
 
-def _added(root: Any, edge: Edge) -> Iterator[tuple[tuple[Any, int], Edge, Any]]:
+def _added(root: Any, edge: Edge, values: Mapping[Edge, Tensor]) -> Iterator[tuple[tuple[Any, int], Edge, Any]]:
     """Yield the place of each summand, its edge, and the factor between it and the loss."""
     waiting: list[tuple[tuple[Any, int] | None, Edge, Any]] = [(None, edge, 1.0)]
     seen: set[Any] = set()
@@ -133,11 +133,22 @@ def _added(root: Any, edge: Edge) -> Iterator[tuple[tuple[Any, int], Edge, Any]]
         place, edge, factor = waiting.pop()
         node, own = _through_factors(edge[0], factor)
         inputs = _inputs_of(node, own)
+        if place is not None and inputs is not None and _is_of_one_call(edge, inputs, values):
+            inputs = None
         if inputs is None or (node in seen and node is not root):
             yield place or (root, WHOLE), edge, factor
             continue
         seen.add(node)
         waiting += [((at, index), (at.next_functions[index]), of) for at, index, of in reversed(inputs)]
+
+
+def _is_of_one_call(edge: Edge, inputs: Iterable[tuple[Any, int, Any]], values: Mapping[Edge, Tensor]) -> bool:
+    """Return whether one operation of the step computed a sum and its inputs.
+
+    `cross_entropy` with smoothed labels does.
+    """
+    unknown = [at for at, index, _ in inputs if _value_of(at.next_functions[index], values) is None]
+    return len(unknown) > 1 and _value_of(edge, values) is not None
 
 
 def _through_factors(node: Any, factor: Any) -> tuple[Any, Any]:
@@ -174,7 +185,10 @@ def _factor_of(node: Any) -> Any:
 def _number(factor: Any) -> Any:
     """Return one number that lies on the host as a number of Python, which promotes no tensor's format."""
     is_number = isinstance(factor, Tensor) and factor.numel() == 1 and factor.device.type == "cpu"
-    return float(factor) if is_number and not factor.is_complex() else factor
+    if not is_number or factor.is_complex():
+        return factor
+    number: Any = factor if factor.dim() else factor.tolist()  # dispatch modes refuse `float` of a tensor made of one
+    return float(number)
 
 
 def _inputs_of(node: Any, factor: Any) -> list[tuple[Any, int, Any]] | None:
