@@ -23,6 +23,7 @@ __all__ = [
     "evaluating",
     "forward_last",
     "head_of",
+    "is_recurrent",
     "linear_logits",
     "score",
 ]
@@ -187,8 +188,11 @@ def forward_last(lm: Any, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, 
     Raises:
         ValueError: If the model returns no cache.
     """
-    if "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
+    takes = inspect.signature(type(lm).forward).parameters
+    if "logits_to_keep" in takes:
         inputs["logits_to_keep"] = 1
+    if "position_ids" not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        inputs.pop("position_ids", None)
     name = cache_argument(lm)
     output = lm(**inputs, **{name: cache}, use_cache=True, return_dict=True)
     if output.get(name) is None:
@@ -203,6 +207,14 @@ def cache_argument(module: nn.Module) -> str:
     """Return the name under which a module of transformers takes and returns its cache."""
     takes = inspect.signature(type(module).forward).parameters
     return next((name for name in _CACHES if name in takes), _CACHES[0])
+
+
+def is_recurrent(cache: Any) -> bool:
+    """Return whether a cache holds recurrent states, beside keys and values or alone.
+
+    Such states cannot be repeated or dropped by row, and take one more token at a time.
+    """
+    return any(hasattr(layer, "recurrent_states") for layer in getattr(cache, "layers", None) or [cache])
 
 
 @contextmanager

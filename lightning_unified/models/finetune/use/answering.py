@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating, forward_last
+from lightning_unified.models.causal_lm.language_model import causal_lm, evaluating, forward_last, is_recurrent
 from lightning_unified.models.causal_lm.sampling import Sampling, draw
 from lightning_unified.models.finetune.data.answers import AnswerMask
 from lightning_unified.models.finetune.data.examples import Example
@@ -54,9 +54,13 @@ class Answerer:
             given = [token]
 
     def _unread(self, prompt: list[int]) -> list[int]:
-        """Return the prompt's tokens that are not cached; a different prompt begins a new cache."""
+        """Return the prompt's tokens that are not cached; a different prompt begins a new cache.
+
+        So does one that recurrent states would have to go on with by more than a token.
+        """
         known = len(self._read)
-        if self._cache is None or known >= len(prompt) or prompt[:known] != self._read:
+        goes_on = self._cache is not None and known < len(prompt) and prompt[:known] == self._read
+        if not goes_on or (len(prompt) > known + 1 and is_recurrent(self._cache)):
             self._read, self._cache = [], None
             return prompt
         return prompt[known:]
@@ -64,8 +68,9 @@ class Answerer:
     @torch.no_grad()
     def _next(self, given: list[int], sampling: Sampling) -> int:
         ids = torch.tensor([given], device=self._device)
+        positions = len(self._read) + torch.arange(len(given), device=self._device)[None]  # some models assume 0
         with evaluating(self._lm):
-            logits, self._cache = forward_last(self._lm, input_ids=ids, cache=self._cache)
+            logits, self._cache = forward_last(self._lm, input_ids=ids, position_ids=positions, cache=self._cache)
         self._read += given
         return int(draw(logits.float(), sampling=sampling, generator=self._generator))
 

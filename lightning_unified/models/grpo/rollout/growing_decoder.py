@@ -5,18 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.models.causal_lm.language_model import RECURRENT, cache_argument, forward_last
+from lightning_unified.models.causal_lm.language_model import RECURRENT, cache_argument, forward_last, is_recurrent
 
 __all__ = ["GrowingDecoder", "can_select"]
 
 
 def can_select(cache: Any) -> bool:
-    """Return whether rows of a cache can be repeated and dropped; recurrent states cannot.
+    """Return whether rows of a cache can be repeated and dropped.
 
-    A layer with both keys and recurrent states repeats its keys alone.
+    A layer with both keys and recurrent states would repeat its keys alone.
     """
     layers = getattr(cache, "layers", None) or [cache]
-    return all(hasattr(layer, "batch_select_indices") and not hasattr(layer, "recurrent_states") for layer in layers)
+    return not is_recurrent(cache) and all(hasattr(layer, "batch_select_indices") for layer in layers)
 
 
 class GrowingDecoder:
