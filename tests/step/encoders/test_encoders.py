@@ -6,6 +6,7 @@ One step computes the loss on the whole batch.
 import copy
 import logging
 import pickle
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -118,11 +119,13 @@ class Counting(Contrastive):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.runs = [], []
+        self.calls, self.firsts = [], []
+        self.far = SimpleNamespace(by=SimpleNamespace(runs=[]))  # state nearer to a hook is written by first runs only
 
     def on_fit_start(self):
         self.net.register_forward_hook(lambda _, args, __: self.calls.append(len(args[0])))
-        self.net[0].register_forward_hook(lambda _, args, __: self.runs.append((len(args[0]), torch.is_grad_enabled())))
+        self.net[0].register_forward_hook(lambda _, args, __: self.firsts.append(len(args[0])))
+        self.net[0].register_forward_hook(lambda _, args, __: self.far.by.runs.append(len(args[0])))
 
 
 def test_a_call_runs_in_even_chunks_once_forward_and_once_backward():
@@ -130,7 +133,8 @@ def test_a_call_runs_in_even_chunks_once_forward_and_once_backward():
         Counting, UnifiedStrategy(micro_batch_size=3, check_split=False), max_epochs=1, limit_train_batches=1
     )
     assert module.calls == [8, 8]  # hooks of the encoder see whole calls
-    assert [rows for rows, _ in module.runs] == [3, 3, 2] * 2 + [2, 3, 3] * 2
+    assert module.far.by.runs == [3, 3, 2] * 2 + [2, 3, 3] * 2
+    assert module.firsts == [3, 3, 2] * 2  # what a hook writes, it writes once
 
 
 class ByKeyword(Contrastive):
