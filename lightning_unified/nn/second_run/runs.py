@@ -111,7 +111,7 @@ class BothRuns:
             if calls.written is None and _is_writable(value):
                 self._held[position] = value
                 # torch reads the devices of saved arguments; a dry run must not count another operation
-                self.saved[position] = None if isinstance(value, FakeTensor) else _without_memory(value)
+                self.saved[position] = None if isinstance(value, FakeTensor) else _placeholder(value)
             elif calls.written is not None and position in calls.written and _is_writable(value):
                 self.saved[position] = copy_of(value)
 
@@ -225,12 +225,15 @@ def _can_compare() -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 and may_wait
 
 
-def _without_memory(like: Tensor) -> Tensor:
-    """Return a tensor of one entry in the shape of `like`.
+def _placeholder(like: Tensor) -> Tensor:
+    """Return what torch saves in place of `like`: a tensor without entries.
 
-    A checkpoint of the user's around the block compares shapes and types with those that a later call saves.
+    A checkpoint of the user's around the block compares shapes and types with those that a later call saves. There it has one entry in the
+    shape of `like`. Elsewhere it has none, because Metal may give one entry a block of a megabyte.
     """
-    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+    if saves_elsewhere():
+        return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+    return torch.empty(0, device=like.device)
 
 
 def _is_writable(value: Any) -> bool:
