@@ -5,7 +5,8 @@ Every storage that an operation makes on the CPU counts as the device's until it
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -83,7 +84,7 @@ class LiveTensors(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._allocator, self._queue, self._kernels = allocator, queue, kernels
-        self._process = os.getpid()
+        self._process, self._is_paused = os.getpid(), False
         self._blocks = StorageBlocks(allocator)
         self._makes: dict[Any, bool] = {}
         self.peak_place = "tensors made before the first operation"
@@ -95,7 +96,7 @@ class LiveTensors(TorchDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if os.getpid() != self._process:
+        if self._is_paused or os.getpid() != self._process:
             return func(*args, **kwargs)
         self._blocks.settle()
         inputs = _tensors(args)
@@ -120,6 +121,15 @@ class LiveTensors(TorchDispatchMode):
             storage = self._storage(tensor)
             if storage is not None and self._blocks.bytes_of(storage) is None:
                 self._blocks.count(storage, min(storage.nbytes(), _own_bytes(tensor)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the host compute inside the block: what is made there does not count."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def forget(self) -> None:
         """Stop counting all tensors: the process gives the device up, though the tensors live on."""

@@ -1,7 +1,7 @@
 """A simulated machine: its readings, limits and errors, while this machine's CPU computes."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -141,6 +141,10 @@ class SimulatedMachine:
             if not self.profile.flash:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield stack.enter_context(self._living)
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """Return a block inside which the machine's host computes: tensors made there do not count as the device's."""
+        return nullcontext() if self._living is None else self._living.paused()
 
     def forget(self) -> None:
         """Stop counting all tensors, as when a process leaves the device."""

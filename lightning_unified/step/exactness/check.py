@@ -40,6 +40,7 @@ from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.examination import UNITS, Examination
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchSplitter
 from lightning_unified.terminal import activity
@@ -59,6 +60,7 @@ class ExactnessCheck:
         splitter: Splits batches.
         step: Runs `training_step` as the loop does.
         fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
+        watch: The memory of the device.
         make_room: Is called before each comparison.
         group: The processes that run each check.
 
@@ -76,6 +78,7 @@ class ExactnessCheck:
         splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
+        watch: BudgetWatch,
         make_room: Callable[[], None] = lambda: None,
         group: CheckGroup | None = None,
     ) -> None:
@@ -84,12 +87,7 @@ class ExactnessCheck:
         self.tables, self.host_figures, self.levels = Tables.of(rules.merge), HostFigures(), Levels()
         self._runner = Runner(trainer, step=step, group=self._group)
         self._examination = Examination(
-            trainer,
-            self._runner,
-            splitter=splitter,
-            tables=self.tables,
-            fits=self._group.fits(fits),
-            group=self._group,
+            trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits, watch=watch, group=self._group
         )
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
         self._outside_facts, self._carried = OutsideFacts(trainer.lightning_module), CarriedRows(self.tables.written)

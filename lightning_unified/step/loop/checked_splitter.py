@@ -108,6 +108,7 @@ class CheckedSplitter:
             splitter=splitter,
             step=self._decisions.watched(self._step),
             fits=self._fits,
+            watch=self._policy.watch,
             make_room=self._make_room,
             group=self._group,
         )

@@ -1,7 +1,7 @@
 """The budget of a run: resolve it, cap the allocator, compare it with the memory in use."""
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +158,10 @@ class BudgetWatch:
         self._on_machine.close()
         if self.machine is not None:
             self.machine.forget()
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """Return a block inside which the host computes, of a simulated machine too."""
+        return nullcontext() if self.machine is None else self.machine.off_device()
 
     def release(self) -> None:
         """Release cached memory; call it outside any `except` block."""

@@ -313,3 +313,14 @@ def test_attention_keeps_its_scores_where_there_is_no_kernel_that_does_not(machi
 
     assert (machine.allocator.peak >= scores) is keeps
     assert torch.backends.cuda.flash_sdp_enabled()  # as it was
+
+
+def test_what_the_host_makes_does_not_count(card):
+    with card.active():
+        x = floats(MIB)
+        with card.off_device():
+            on_host = x.exp()
+        y = x.exp()
+
+    assert card.allocator.peak == card.allocator.allocated == 2 * MIB
+    assert len(on_host) == len(y)

@@ -37,7 +37,7 @@ class Terms:
     Args:
         path: The path of the field.
         left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
-        shift: The number of entries at the start of each row that are no terms.
+        shift: The number of entries at the start of each row that are no terms; negative for entries at its end.
         size: The attribute of a batch of graphs that is the number of terms; empty for other fields.
         kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, `"rows with an entry"` other
             than 0, `"places up to"` an index in each row, `"lengths"` of the rows' entries, or entries of the class `"only <class>"`; empty for none.
@@ -63,7 +63,7 @@ class Terms:
         leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0
-        leaf = leaf[:, self.shift :] if self.shift else leaf
+        leaf = leaf[:, max(self.shift, 0) : min(self.shift, 0) or None] if self.shift else leaf
         if self.kind in _MARKS:
             leaf = _MARKS[self.kind](leaf)
         elif self.kind.startswith(_ONLY):

@@ -71,6 +71,8 @@ def guesses(batch: Any, rows: int) -> Iterator[LossRule]:
         is_scored = tensor.dim() == 2 and bool((tensor == IGNORED).any())
         for shift in range(2, min(_AHEAD + 1, tensor.shape[1])) if is_scored else ():
             yield LossRule(f"scored {path!r}, shifted by {shift}", Terms(path, IGNORED, shift=shift), is_guess=True)
+        if is_scored and tensor.shape[1] > 1:  # labels that the data set has moved against the tokens
+            yield LossRule(f"scored {path!r} but the last", Terms(path, IGNORED, shift=-1), is_guess=True)
         least, most = (float(one) for one in tensor.aminmax())
         if tensor.dim() == 1 and least >= 0 and not _is_count(path, tensor):
             yield LossRule(f"total of {path!r}", Terms(path, kind="total"), is_guess=True)

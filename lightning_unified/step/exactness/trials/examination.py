@@ -23,7 +23,7 @@ from lightning_unified.step.exactness.trials.comparison import Trial
 from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.run import Runner
-from lightning_unified.step.recovery.oom import release_cached_memory
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchSplitter, split_rows
 
 __all__ = ["UNITS", "Examination"]
@@ -38,6 +38,10 @@ _ON_CPU = (
     "Memory ran out in the exactness check of a split, even with %d rows. It runs on the CPU now, which may take minutes for a large module; "
     "a larger budget avoids that."
 )
+_UNCHECKED = (
+    "Memory ran out in the exactness check of a batch, even with %d rows. The batch is split as those that were checked before, "
+    "unchecked; a larger budget avoids that."
+)
 
 
 class Examination:
@@ -49,6 +53,7 @@ class Examination:
         splitter: Splits batches.
         tables: The merge rules, which the trials extend.
         fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
+        watch: The memory of the device.
         group: The processes that run the trials.
     """
 
@@ -60,11 +65,13 @@ class Examination:
         splitter: BatchSplitter,
         tables: Tables,
         fits: Callable[[int], bool | None],
+        watch: BudgetWatch,
         group: CheckGroup,
     ) -> None:
-        self._trainer, self._runner, self._group = trainer, runner, group
-        self._splitter, self._tables, self._fits = splitter, tables, fits
+        self._trainer, self._runner, self._watch, self._group = trainer, runner, watch, group
+        self._splitter, self._tables, self._fits = splitter, tables, group.fits(fits)
         self._largest: int | None = None
+        self._has_said_unchecked = False
 
     def findings(self, check: Check) -> Findings | str:
         """Return the findings of a check, or why it is undecided.
@@ -90,7 +97,7 @@ class Examination:
             found = self._of_more(check, units, self._largest or most) or found
         if found is None:
             found = self._recomputed(check, units)
-        if found is None and self._group.has_whole_parameters and self._trainer.strategy.root_device.type != "cpu":
+        if found is None and self._group.has_whole_parameters and self._watch.device.type != "cpu":
             log.warning(_ON_CPU, units * check.unit)
             try:
                 found = self._on_host(check, units)
@@ -100,6 +107,10 @@ class Examination:
                 log.info("The exactness check could not run on the CPU either: %s", error)
         if isinstance(found, Findings) and check.is_first:
             found = self._on_all_rows(check, found)
+        # of a first check, the verdict says it
+        if found is None and not check.is_first and not self._has_said_unchecked:
+            self._has_said_unchecked = True
+            log.warning(_UNCHECKED, units * check.unit)
         return "memory ran out while it was checked" if found is None else found
 
     def _on_all_rows(self, check: Check, found: Findings) -> Findings:
@@ -124,8 +135,7 @@ class Examination:
         Raises:
             SplitError: If none of the rules gives the loss of all rows.
         """
-        device = self._trainer.strategy.root_device
-        if not (device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
+        if not (self._watch.device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
             return rules
         sizes, parts = self._parts(check)
         all_rows = AllRows(self._runner, self._tables, check.kwargs, micro_batches=parts, sizes=sizes)
@@ -134,7 +144,7 @@ class Examination:
                 return all_rows.compare(rules)
         except SplitError:
             if self._decides_on_host:
-                with suppress(Exception), on_host(self._trainer):
+                with suppress(Exception), self._watch.off_device(), on_host(self._trainer):
                     return all_rows.compare(rules)
             raise
         except LightningUnifiedError:
@@ -144,7 +154,7 @@ class Examination:
         finally:
             self._runner.release()
         # only here: inside the `except` block, the traceback holds the frames and their tensors
-        release_cached_memory(device)
+        self._watch.release()
         return rules
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
@@ -202,7 +212,7 @@ class Examination:
             blocks.undo()
 
     def _on_host(self, check: Check, units: int) -> Findings | str | None:
-        with on_host(self._trainer):
+        with self._watch.off_device(), on_host(self._trainer):
             return self._tried(check, units, take=self._on_host_rows)
 
     def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
@@ -247,7 +257,7 @@ class Examination:
         finally:
             self._runner.release()
         # only here: inside the `except` block, the traceback holds the frames and their tensors
-        release_cached_memory(self._trainer.strategy.root_device)
+        self._watch.release()
         return None
 
     def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:

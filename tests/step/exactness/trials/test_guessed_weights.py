@@ -107,6 +107,20 @@ class SeveralTokens(Tuple):
         )
 
 
+class AllButTheLast(Tuple):
+    """Scores each row's labels but the last, which has no next token."""
+
+    fields = (X, TOKENS)
+
+    def loss(self, out, tokens):
+        return F.cross_entropy(out[:, None].expand(-1, 5, -1).flatten(0, 1), tokens[:, :-1].flatten())
+
+
+class AllButTheLastBesideRows(AllButTheLast):
+    def loss(self, out, tokens):
+        return super().loss(out, tokens) + out.square().mean()
+
+
 class AtLeastOne(Tuple):
     fields = (X, NONE)
 
@@ -132,7 +146,10 @@ class Squares(Lengths):
         return out.square().sum() / lengths.square().sum()
 
 
-@first_cells(8, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry, SeveralTokens])
+OF_TOKENS = [SeveralTokens, AllButTheLast, AllButTheLastBesideRows]
+
+
+@first_cells(10, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry, *OF_TOKENS])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
     whole, *_ = run(kind, "auto")
     split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
@@ -163,7 +180,8 @@ def test_guesses_are_no_candidates():
 
     assert names == ["total of '1'", "entries of '2' above 0", "lengths of '3'"]
     ahead = [rule.name for rule in guesses((X, TOKENS), ROWS)]
-    assert ahead == [*(f"scored '1', shifted by {shift}" for shift in (2, 3, 4)), "entries of '1' above 0"]
+    shifted = [f"scored '1', shifted by {shift}" for shift in (2, 3, 4)]
+    assert ahead == [*shifted, "scored '1' but the last", "entries of '1' above 0"]
     assert not {*names} & {rule.name for rule in candidates(batch, ROWS)}
 
 
