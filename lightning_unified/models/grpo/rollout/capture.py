@@ -1,6 +1,7 @@
 """Record decode steps as CUDA graphs: no wait for Python between kernels."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -72,7 +73,9 @@ def _recorded(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -
 def refusing_waits() -> Iterator[None]:
     """Let operations that wait for the device raise: a recording cannot contain them."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -36,8 +36,8 @@ class Sampler:
     cheaper. Dropout and recomputation are off. Adapters are not merged, since bf16 rounding would lose most of a young adapter. The
     sampler runs in the caller's autocast. Another temperature needs no new graphs, because a recorded step contains no draw.
 
-    A model with another cache than keys and values of every token (sliding windows, recurrent states) uses its own growing cache.
-    A warning says so once.
+    A model with another cache than keys and values of every token (sliding windows, recurrent states) uses its own growing cache. So does
+    a model whose step over a static cache gives other logits than over its own; the first rollout compares them. A warning says so once.
 
     Args:
         model: A causal language model of transformers, bare or wrapped by peft; it is not registered as a submodule.
