@@ -68,6 +68,7 @@ class ExactnessCheck:
         tables: The merge rules for outputs, logs, metrics and written state.
         host_figures: Figures of the batch's tensors, from before they were moved to the device.
         levels: The levels of logged and returned numbers in the batches so far.
+        summands: Reads the summands of losses.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ExactnessCheck:
         self._trainer, self._rules, self._splitter, self._make_room = trainer, rules, splitter, make_room
         self.tables, self.host_figures, self.levels = Tables.of(rules.merge), HostFigures(), Levels()
         self._runner = Runner(trainer, step=step, group=self._group)
+        self.summands = self._runner.summands
         self._examination = Examination(
             trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits, watch=watch, group=self._group
         )

@@ -20,7 +20,6 @@ from lightning_unified.step.exactness.facts.decisions import BatchDecisions, Dec
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.losses.summands import StepSummands
 from lightning_unified.step.exactness.verdict import Passes, batch_norms_of
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -78,7 +77,7 @@ class CheckedSplitter:
         self._encoders = encoders_of(trainer, policy, "fit")
         self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._fits, self._note_check = fits, note_check
-        self._moves_by_hook, self._summands = _moves_by_hook(trainer), StepSummands(trainer.lightning_module)
+        self._moves_by_hook = _moves_by_hook(trainer)
         self._group, self._decisions = CheckGroup(), Decisions(trainer.lightning_module)
         self.before_refusal: Callable[[], None] = lambda: None
         self.check = self._new_check()
@@ -203,7 +202,7 @@ class CheckedSplitter:
     def _split_summands(self, weighting: Weighting) -> SplitSummands | None:
         """Return what weights the summands of the loss; None if the loss has one weight."""
         rule, whose = self._policy.splits.loss_rule, type(self._trainer.lightning_module).__name__
-        return SplitSummands(self._summands, weighting, rule, whose=whose) if rule.summands else None
+        return SplitSummands(self.check.summands, weighting, rule, whose=whose) if rule.summands else None
 
     def _weighting(self, batch: Any, micro_batches: Sequence[Any], rows: Sequence[int]) -> Weighting:
         """Return the weights of micro-batches.

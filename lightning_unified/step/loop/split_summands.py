@@ -20,7 +20,6 @@ from lightning_unified.step.exactness.losses.summands import (
 __all__ = ["SplitSummands"]
 
 _ROUNDING = 1e-3  # of a loss as the sum of its summands, in float32 and 16 bits
-_ROUNDINGS = 64  # of a loss, in the difference of a constant from itself
 
 
 class SplitSummands:
@@ -36,8 +35,6 @@ class SplitSummands:
     def __init__(self, reader: StepSummands, weighting: Weighting, rule: LossRule, *, whose: str) -> None:
         self._reader, self._weighting, self._whose = reader, weighting, whose
         self._divided = {one.key for one in rule.summands if one.is_divided}
-        self._rest: Tensor | None = None  # of the loss, in the last micro-batch where it is known
-        self._rest_varies: Tensor | bool = False
         self.begin()
 
     def begin(self) -> None:
@@ -57,7 +54,6 @@ class SplitSummands:
         if REST not in self._weighting.summands:
             self._rests += [(one.value, loss.detach()) for one in found if one.key == REST and one.value is not None]
             found = [one for one in found if one.key != REST]
-        self._complete_rest(found, loss.detach())
         keys = self._keys_of(index, found)
         if keys is None:
             self._unknown[index] = ", ".join(one.key for one in found if one.key != REST) or "none that is known"
@@ -72,22 +68,6 @@ class SplitSummands:
                 self._divisors.setdefault(key, []).append((divisor.reshape(()), factor))
         values = {key: one.value for key, one in zip(keys, found, strict=True) if one.value is not None}
         return self._weighting.note(index, values).to(loss.dtype)
-
-    def _complete_rest(self, found: Sequence[Summand], loss: Tensor) -> None:
-        """Give what has no gradient its value where a summand without terms makes the loss NaN.
-
-        It is the loss without its summands, and so NaN too. A constant has the value that it had in all micro-batches so far; what varies
-        stays NaN. The device decides, without a wait.
-        """
-        for one in found:
-            if one.key != REST or one.value is None:
-                continue
-            is_known = one.value.isfinite()
-            before = torch.full_like(one.value, torch.nan) if self._rest is None else self._rest
-            allowed = _ROUNDINGS * torch.finfo(loss.dtype).eps * loss.abs().reshape(())
-            self._rest_varies = self._rest_varies | (is_known & ((one.value - before).abs() > allowed))
-            self._rest = torch.where(is_known, one.value, before)
-            one.value = torch.where(self._rest_varies, one.value, self._rest)
 
     def _keys_of(self, index: int, found: Sequence[Summand]) -> list[str] | None:
         """Return the keys of a micro-batch's summands; None if one is unknown, or one with terms is missing.

@@ -92,6 +92,7 @@ class Runner:
         reads_gradients: Whether the step reads gradients of the batch before.
         counters: The counters of the run's progress that the step reads.
         scorings: How losses of the step score labels.
+        summands: Reads the summands of losses.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Runner:
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
         self._first_norms: dict[str, float] = {}
-        self._summands = StepSummands(self.module)
+        self.summands = StepSummands(self.module)
         self._renormed = RenormedRows()
         self._state = state_of_step(trainer)
 
@@ -234,7 +235,7 @@ class Runner:
         used = UsedWeights(self.module, is_whole=self._group.has_whole_parameters)
         watches = self._group.has_whole_parameters and not self.reads_gradients
         reads = GradientReads(parameters) if watches else nullcontext()
-        scalars = nullcontext() if only is None else self._summands.noting()
+        scalars = nullcontext() if only is None else self.summands.noting()
         with used, draws, self.counters.watching(), reads, scalars:
             result = self._step(own)
         if (switched := used.switched) is not None:
@@ -264,7 +265,7 @@ class Runner:
 
     def _chosen(self, loss: Tensor, only: str) -> Sequence[Summand]:
         """Let the next backward pass differentiate one summand of a loss alone, and return all, without its graph."""
-        found = self._summands.of(loss)
+        found = self.summands.of(loss)
         if only:
             scale_summands(found, [float(one.key == only) for one in found])
         return [replace(one, places=[], nodes=[]) for one in found]
@@ -287,7 +288,7 @@ class Runner:
             block = stack.enter_context(aside(self._trainer, collection, draws, in_eval=in_eval, state=self._state))
             put_gradients(parameters_of_step(self._trainer) if earlier else (), earlier)
             norms = BatchNormsThatMix(self.module)
-            scalars = self._summands.noting() if reads_summands else nullcontext()
+            scalars = self.summands.noting() if reads_summands else nullcontext()
             with norms, self._group.passes(), torch.set_grad_enabled(reads_summands), draws, scalars:
                 result = self._step(OrderedDict(kwargs, **{next(iter(kwargs)): own}))
             self._refuse(norms)

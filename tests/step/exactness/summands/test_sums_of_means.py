@@ -25,6 +25,16 @@ def test_a_sum_of_means_over_different_terms_splits_exactly(kind, seed, size):
     same_cut_and_whole(kind, size=size, loader=lambda: loader(seed), max_epochs=2)
 
 
+def test_a_constant_is_logged_where_the_first_micro_batch_has_no_terms():
+    def first_rows_lack_labels():
+        made = loader()
+        for at in range(40):
+            made.dataset[at]["labels"][: 5 * (at % 16 < 3)] = -100
+        return made
+
+    same_cut_and_whole(summed.Penalized, size=3, loader=first_rows_lack_labels, max_epochs=1)
+
+
 @pytest.mark.parametrize("kind", [summed.Switched, summed.AtLeastOne, summed.TwoMasks])
 @pytest.mark.parametrize("size", [2, 3])
 def test_micro_batches_without_terms_of_a_summand_split_exactly(kind, size):

@@ -4,7 +4,8 @@
 |---|---|
 | values | the scalars that a step computes |
 | tree | the summands of a loss, read from autograd's graph |
-| noting | both, for the steps of one module |
+| rest | what a loss has besides, where it is NaN |
+| noting | all of these, for the steps of one module |
 | scaling | a factor for the gradient of each summand |
 | fitting | the loss rules of each summand, from gradients of whole and split rows |
 """

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lightning_unified.step.exactness.losses.summands.rest import KnownRest
 from lightning_unified.step.exactness.losses.summands.tree import Summand, summands_of
 from lightning_unified.step.exactness.losses.summands.values import NoteScalars, left_in_compiled_parts
 
@@ -21,6 +22,7 @@ class StepSummands:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._names = module, dict[int, tuple[Tensor, str]]()
         self._mode: NoteScalars | None = None
+        self._rest = KnownRest()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -32,7 +34,9 @@ class StepSummands:
     def of(self, loss: Tensor) -> list[Summand]:
         """Return the summands of the loss that the step in the last block returned; none if they are unknown."""
         mode, self._mode = self._mode, None
-        return [] if mode is None else summands_of(loss, mode.values, self._name_of)
+        found = [] if mode is None else summands_of(loss, mode.values, self._name_of)
+        self._rest.complete(found, loss)
+        return found
 
     def _name_of(self, parameter: Tensor) -> str:
         """Return the name of the layer that holds a parameter, or of one that the module itself holds.
