@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_module  # noqa: E402
 with initialize_config_module("lightning_unified.conf", version_base="1.3"):
     for overrides in ([], ["memory=small", "hardware=mps"], ["experiment=diagnostics"]):
         compose("train", overrides=overrides)
-NEEDS = {"triton_kernels": ("triton",)}  # which comes with torch's CUDA builds only
+NEEDS = dict.fromkeys(("triton_kernels", "triton_draw"), ("triton",))  # which comes with torch's CUDA builds only
 names = [
     module.name
     for module in pkgutil.walk_packages(lightning_unified.__path__, "lightning_unified.")
