@@ -225,9 +225,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     """
     training = [child for child in modules_of(module) if child.training]
     for child in training:
-        vars(child)["training"] = False  # a module's own assignment would take milliseconds for a large model
+        child.training = False
     try:
         yield
     finally:
         for child in training:
-            vars(child)["training"] = True
+            child.training = True

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_unified.nn.libraries import is_ours
 from lightning_unified.nn.second_run.generators import is_generator
+from lightning_unified.nn.second_run.libraries import is_ours
 
 __all__ = ["BlockState"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.nn.libraries import is_ours
+from lightning_unified.nn.second_run.libraries import is_ours
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.recovery.undone_run import parameters_of_step
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_unified.nn.libraries import is_ours, is_skipped
 from lightning_unified.nn.module_tree.walks import modules_of
+from lightning_unified.nn.second_run.libraries import is_ours, is_skipped
 from lightning_unified.step.undo.cells import Cell, ClassCell, ClosureCell, MappingCell, NamesCell, Path, cells_of
 from lightning_unified.step.undo.kinds import Kind
 

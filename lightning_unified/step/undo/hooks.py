@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_unified.nn.libraries import is_skipped
+from lightning_unified.nn.second_run.libraries import is_skipped
 from lightning_unified.step.undo.cells import Path, path_text
 
 __all__ = ["HookDict", "NotedHooks", "numbers_of_handles"]

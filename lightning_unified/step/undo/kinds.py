@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_unified.nn.libraries import is_ours
+from lightning_unified.nn.second_run.libraries import is_ours
 from lightning_unified.step.undo.states import Drawn
 
 __all__ = ["Kind", "holds_iterators", "kind_of"]

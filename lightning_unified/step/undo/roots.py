@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_unified.nn.libraries import is_ours
+from lightning_unified.nn.second_run.libraries import is_ours
 from lightning_unified.step.undo.cells import Cell, ClassCell, MappingCell, NamesCell, cells_of
 from lightning_unified.step.undo.functions import (
     cells_of_function,

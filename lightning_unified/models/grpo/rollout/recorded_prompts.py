@@ -52,6 +52,9 @@ class RecordedPrompts:
         lm: A causal language model of transformers, whose weights stay at their addresses.
         dtype: Dtype of the products in attention.
         context: Returns a context in which the model runs.
+
+    Attributes:
+        nbytes: Bytes of the graphs' memory pool.
     """
 
     def __init__(self, lm: Any, *, dtype: torch.dtype, context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -62,7 +65,6 @@ class RecordedPrompts:
         self._records = True
         self._most_bytes = max(_LEAST, int(_SHARE * sum(one.nbytes for one in lm.parameters())))
         self.nbytes = 0
-        """Bytes of the graphs' memory pool."""
 
     def read(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
         """Return what `read_prompts` returns; the next call overwrites it."""

@@ -85,8 +85,8 @@ class StaticDecoder:
         return self._storage.nbytes + sum(one.nbytes for one in beside) + graphs
 
     def padded(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return prompts and their mask (P, S) with as many pads as recorded passes read."""
-        return padded(prompt, mask) if self._captured else (prompt, mask)
+        """Return prompts and their mask (P, S) with the pads that recorded passes read."""
+        return (prompt, mask) if self._prompts is None else padded(prompt, mask)
 
     def read(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
         """Return the logits (P, V) after prompts (P, S), and the model's cache.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from lightning_unified.nn.libraries import is_ours
+from lightning_unified.nn.second_run.libraries import is_ours
 from lightning_unified.step.undo.kinds import Kind, kind_of
 from lightning_unified.step.undo.states import set_state, state_of
 

@@ -18,7 +18,7 @@ import lightning as L
 from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
-from lightning_unified.nn.libraries import is_ours
+from lightning_unified.nn.second_run.libraries import is_ours
 from lightning_unified.step.undo.functions import hook_functions, named_classes, names_of
 
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]

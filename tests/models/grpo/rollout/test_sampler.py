@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from lightning_unified.models.causal_lm.language_model import evaluating
 from lightning_unified.models.grpo.rollout import Sampler, SamplingOptions
 from tests.support.grpo.rollout import VOCABULARY, generated, language_model, options, prompts, recomputed, seeded
 
@@ -101,6 +102,16 @@ def test_the_model_is_left_in_the_modes_it_was_in() -> None:
     assert {name: module.training for name, module in model.named_modules()} == before
     assert model.get_base_model().config._attn_implementation == "sdpa"
     assert not any("forward" in vars(module) for module in model.get_base_model().model.layers)
+
+
+def test_scripted_and_compiled_layers_are_in_eval_mode_too() -> None:
+    layers = torch.nn.Sequential(
+        torch.jit.script(torch.nn.Dropout(0.5)), torch.compile(torch.nn.Dropout(0.5), backend="eager")
+    )
+    ones = torch.ones(64)
+    with evaluating(layers):
+        assert all(torch.equal(layer(ones), ones) for layer in layers)
+    assert not any(torch.equal(layer(ones), ones) for layer in layers)
 
 
 def test_one_seed_gives_one_set_of_completions() -> None:
