@@ -298,7 +298,7 @@ SKIPPED = [
 def test_traces_equal_those_of_all_blocks_event_for_event(kind, setting):
     skipped, full, runs = both(kind, **setting)
 
-    assert [len(run.skipped) for run in runs] == [3]
+    assert [(run.first, run.end) for run in runs] == [(0, 7)]
     assert list(map(together, skipped)) == list(map(together, full))
 
 
@@ -365,3 +365,37 @@ def test_blocks_that_fill_an_empty_cache_are_skipped(kind, skipped, monkeypatch)
         dry_runs.step(*size)
 
     assert len(calls) == skipped
+
+
+def deep(kind):
+    return type(f"Deep{kind.__name__}", (kind,), {"__init__": lambda self: kind.__init__(self, depth=11)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        (deep(Stack), MPS),
+        slow(deep(Stack), CUDA),
+        slow(deep(stack_of(Noisy)), CUDA),
+        slow(deep(stack_of(Adapted)), MPS),
+        slow(language("Qwen3", options={"num_hidden_layers": 11}), CUDA),
+        slow(language("Llama", options={"num_hidden_layers": 11}, use_cache=True, adapters=True), MPS),
+    ],
+)
+@pytest.mark.parametrize("keep_attention", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_recomputed_blocks_are_skipped_and_those_that_follow_them(kind, setting, keep_attention, monkeypatch):
+    blocks, skip = [], Replay._skip
+    monkeypatch.setattr(Replay, "_skip", lambda *asked: blocks.append(asked[2]) or skip(*asked))
+    step, none = StepSpec(module=kind(), batch=kind.batch(4), **setting), Twins()
+    none.runs = []
+    policy, traced = RecomputePolicy(blocks=5, keep_attention=keep_attention), []
+    for known in ({}, {(step.precision, step.attention): none}):
+        shared = {"twins": known, "fake_copies": {}}
+        DryRuns(step, recompute=False, **shared).step(4)  # learns the run
+        blocks.clear()
+        dry_runs = DryRuns(step, recompute=policy, **shared)
+        traced.append(([dry_runs.step(*size) for size in SIZES], set(blocks)))
+    (skipped, names), (full, others) = traced
+
+    assert list(map(together, skipped)) == list(map(together, full))
+    assert (names, others) == ({3, 8, 9}, set())

@@ -21,7 +21,7 @@ from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.planner.fake.storages import Storage, Storages
 from lightning_unified.planner.repeats.expansion import Raw, UnlikeError, expanded, segments_of
 from lightning_unified.planner.repeats.marks import Mark
-from lightning_unified.planner.repeats.twins import Run, Twins, blocks_of, state_of
+from lightning_unified.planner.repeats.twins import Run, Section, Twins, blocks_of, state_of
 
 __all__ = ["Replay"]
 
@@ -55,10 +55,11 @@ class _Traced:
 class Replay:
     """Skips the blocks of one fake copy that have twins.
 
-    In each micro-batch, the first three blocks of a run and its last one run. The second and the third must have equal events, which all
+    In each micro-batch, the first three blocks of a section and its last one run. The second and the third must have equal events, which all
     blocks between then have too. The first may differ because of the operations before it, and the last because of those after it. A
     block is skipped only if it is called as the second was: with a tensor of the same layout in place of the one that needs a gradient,
-    and with the same other arguments. One of these may be a cache of keys and values that the step begins empty.
+    and with the same other arguments. One of these may be a cache of keys and values that the step begins empty. If some blocks of a run
+    recompute, these are one section of it, and the others another one.
 
     Args:
         module: The fake copy.
@@ -72,6 +73,7 @@ class Replay:
         self._names = list(self._blocks)
         self._indices = {id(block): index for index, block in enumerate(self._blocks.values())}
         self._parameters = [dict(block.named_parameters()) for block in self._blocks.values()]
+        self._sections: list[Section] | None = None  # of this step, once a block was called
         self._calls: Counter[int] = Counter()
         self._traced: dict[tuple[int, int], _Traced] = {}
         self._changed: set[int] = set()
@@ -102,7 +104,7 @@ class Replay:
         if self._twins.runs is None and not self._has_begun:
             weights = [_numbers_of(self._storages, block) for block in self._blocks.values()]
             self._twins.learn(self._storages.events or [], self._blocks, changed=self._changed, weights=weights)
-        self._has_begun = True
+        self._has_begun, self._sections = True, None
         self._calls.clear()
         self._traced.clear()
         self._skipped.clear()
@@ -122,17 +124,13 @@ class Replay:
         if not self._skipped:
             return [event for event in raw if not isinstance(event, Mark)]
         segments = segments_of(raw)
+        runs = {section.twins[0]: section.run for section in self._sections or () if section.skipped}
         for (direction, _, block), segment in segments.items():
             if segment.mark.skipped and not all(isinstance(event, Give) for event in segment.events):
                 raise UnlikeError("operations run between two blocks")
-            run = next((run for run in self._twins.runs or () if block == run.twins[0]), None)
-            if run is None or direction == "backward" or is_recomputed(self._blocks[self._names[block]]):
-                continue
-            works = tuple(segment.works(self._names[block]))
-            if run.works is None:
-                self._twins.note_works(run, works)
-            elif works != run.works:
-                raise UnlikeError("a block runs other operations than when it was learnt")
+            name = self._names[block]
+            if block in runs and direction == "forward" and not is_recomputed(self._blocks[name]):
+                self._twins.compare_works(runs[block].first, tuple(segment.works(name)))
         reserve = self._storages.reserve
         return expanded(raw, names=self._names, twins=self._skipped, reserve=reserve, works=self._works)
 
@@ -145,13 +143,19 @@ class Replay:
             return call()  # a backward pass runs it again
         part, made = self._calls[block], self._call(args, kwargs)
         self._calls[block] += 1
-        run = self._twins.run_of(block)
-        may_skip = run is not None and (self._has_begun or run.touched is not None)
-        if run is not None and may_skip and made is not None and self._is_like_its_twin(run, module, part, made):
+        section = self._section_of(block)
+        may_skip = section is not None and (self._has_begun or section.run.touched is not None)
+        if section is not None and may_skip and made is not None and self._is_like_its_twin(section, part, made):
             if not self._has_begun:
-                _touch(self._recorder, module, run.touched or ())
-            return self._skip(run, block, part, made.given)
+                _touch(self._recorder, module, section.run.touched or ())
+            return self._skip(section, block, part, made.given)
         return self._run(module, block, part, made, call)
+
+    def _section_of(self, block: int) -> Section | None:
+        """Return the section in which a block is skipped."""
+        if self._sections is None:
+            self._sections = self._twins.sections(list(self._blocks.values()))
+        return next((section for section in self._sections if block in section.skipped), None)
 
     def _run(self, module: nn.Module, block: int, part: int, made: _Call | None, call: Callable[[], Any]) -> Any:
         """Run a block, and mark its passes."""
@@ -183,12 +187,12 @@ class Replay:
             self.outside()
         return result
 
-    def _skip(self, run: Run, block: int, part: int, given: Tensor) -> Any:
+    def _skip(self, section: Section, block: int, part: int, given: Tensor) -> Any:
         """Return a tensor like the output of the block's twin."""
-        like = self._traced[part, run.twins[0]]
+        like = self._traced[part, section.twins[0]]
         mark = self._note(Mark(("forward", part, block), skipped=True))
-        self._skipped[block] = run.twins
-        output: Any = _Skip.apply(given, self, run, block, part, like)
+        self._skipped[block] = section.twins
+        output: Any = _Skip.apply(given, self, section.run, block, part, like)
         mark.result = self._storages.bind(output, in_forward=True)
         self._last = weakref.ref(output)
         return (output,) if like.in_tuple else output
@@ -222,15 +226,11 @@ class Replay:
         with self._recorder.paused(paused=True), torch.no_grad():
             yield
 
-    def _is_like_its_twin(self, run: Run, module: nn.Module, part: int, made: _Call) -> bool:
-        first, second = (self._traced.get((part, twin)) for twin in run.twins)
+    def _is_like_its_twin(self, section: Section, part: int, made: _Call) -> bool:
+        first, second = (self._traced.get((part, twin)) for twin in section.twins)
         if first is None or second is None or not first.kind == second.kind == made.kind:
             return False
-        last, names = self._last, self._names
-        is_next = last is not None and last() is made.given
-        others = (self._blocks[names[other]] for other in range(run.first + 1, run.end - 1))
-        recomputes = is_recomputed(module)
-        return is_next and all(is_recomputed(other) == recomputes for other in others)
+        return self._last is not None and self._last() is made.given
 
     def _call(self, args: Any, kwargs: Any) -> _Call | None:
         """Return the call; None if it cannot be that of a twin."""

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ from torch import nn
 from lightning_unified.nn.autograd_limits import has_hooks
 from lightning_unified.nn.compiled import is_compiled
 from lightning_unified.nn.module_tree.blocks import find_blocks
+from lightning_unified.nn.recomputing import is_recomputed
 from lightning_unified.planner.fake.storages import Storage
 from lightning_unified.planner.fake.value_shapes import READS
 from lightning_unified.planner.repeats.expansion import Births, Raw, Segment, UnlikeError, normal, segments_of
 from lightning_unified.planner.repeats.marks import Span
 
-__all__ = ["Run", "Twins", "blocks_of", "state_of"]
+__all__ = ["Run", "Section", "Twins", "blocks_of", "state_of"]
 
 _TRACED = 4  # blocks of a run that are always traced: the first three and the last
 _READS = frozenset(map(str, READS)) | {"aten.index.Tensor"}
@@ -50,6 +52,29 @@ class Run:
     passes: bool
     works: tuple[tuple[str, str], ...] | None
     touched: tuple[str, ...] | None = None
+
+    def sections(self, recomputed: Sequence[bool]) -> list["Section"]:
+        """Return the parts of the run whose blocks all recompute, or do not.
+
+        `recomputed` tells for each block of the module whether it does.
+        """
+        alike = groupby(range(self.first, self.end), key=recomputed.__getitem__)
+        bounds = [(one[0], one[-1] + 1) for one in (list(blocks) for _, blocks in alike)]
+        return [Section(run=self, first=first, end=end) for first, end in bounds]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """Consecutive blocks of a run that are called alike in a step; the first and the last may differ.
+
+    Attributes:
+        run: The run.
+        first, end: The first block, and the one after the last.
+    """
+
+    run: Run
+    first: int
+    end: int
 
     @property
     def twins(self) -> tuple[int, int]:
@@ -87,10 +112,19 @@ class Twins:
         if runs == other.runs:
             self.runs, self._is_borrowed = [replace(run, works=None) for run in runs], True
 
-    def note_works(self, run: Run, works: tuple[tuple[str, str], ...]) -> None:
-        """Note the operations of a run's blocks, against which later traces are checked."""
-        assert self.runs is not None
-        self.runs[self.runs.index(run)] = replace(run, works=works)
+    def compare_works(self, first: int, works: tuple[tuple[str, str], ...]) -> None:
+        """Compare a block's operations with those of its run, which begins at `first`.
+
+        If those of the run are unknown, they are these.
+
+        Raises:
+            UnlikeError: If they differ.
+        """
+        for at, run in enumerate(runs := self.runs or []):
+            if run.first == first and run.works is None:
+                runs[at] = replace(run, works=works)
+            elif run.first == first and run.works != works:
+                raise UnlikeError("a block runs other operations than when it was learnt")
 
     def borrowed(self) -> "Twins":
         """Return the same runs for a step on another batch, which replaces those that do not hold."""
@@ -103,9 +137,10 @@ class Twins:
         """Trace all blocks from now on; runs that were borrowed are learnt anew first."""
         self.runs, self._is_borrowed, self._has_failed = None if self._is_borrowed else [], False, True
 
-    def run_of(self, block: int) -> Run | None:
-        """Return the run in which a block is skipped."""
-        return next((run for run in self.runs or () if block in run.skipped), None)
+    def sections(self, blocks: Sequence[nn.Module]) -> list[Section]:
+        """Return the parts of the runs whose blocks recompute alike now."""
+        recomputed = [is_recomputed(block) for block in blocks]
+        return [section for run in self.runs or () for section in run.sections(recomputed)]
 
     def learn(
         self,

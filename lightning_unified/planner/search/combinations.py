@@ -108,13 +108,13 @@ def combinations_to_compare(
 
 
 def with_larger_chunks(combination: Combination, combinations: Sequence[Combination]) -> list[Combination]:
-    """Return `combination` with each larger loss chunk among `combinations`, the smallest first.
+    """Return `combination` with each larger loss chunk among `combinations`, the largest first.
 
     The result is empty if the combination leaves the loss to the module.
     """
     own = combination.loss_chunk
     chunks = {one.loss_chunk for one in combinations if own and one.loss_chunk and one.loss_chunk > own}
-    return [replace(combination, loss_chunk=chunk, always=True) for chunk in sorted(chunks)]
+    return [replace(combination, loss_chunk=chunk, always=True) for chunk in sorted(chunks, reverse=True)]
 
 
 def with_usual_chunks(combinations: Sequence[Combination]) -> list[Combination]:

@@ -198,9 +198,8 @@ class Planner:
             compared = (replace(self.combination_of(best), always=True), larger)  # however long the first search took
             options = (replace(self._compared.option(one), split=split) for one in compared)
             found = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
-            if found.best is None or found.best == best:
-                break  # still larger ones take more memory
-            choice, best = found.beside(choice), found.best
+            if found.best is not None and found.best != best:
+                return found.beside(choice)  # smaller ones are slower
         return choice
 
     @property
