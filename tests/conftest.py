@@ -129,6 +129,18 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message):
+    """Give a library's warning a class of Python, before a worker sends it.
+
+    The process that only starts workers would import Lightning, and torch with it, for the class.
+    """
+    kind = warning_message.category
+    if kind.__module__ != "builtins":
+        warning_message.message = UserWarning(f"{kind.__name__}: {warning_message.message}")
+        warning_message.category = UserWarning
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()

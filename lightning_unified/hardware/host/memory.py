@@ -1,6 +1,9 @@
 """Reader of the CPU's pool: RAM, within the cgroup limit if there is one."""
 
+import functools
 import mmap
+from collections.abc import Mapping
+from pathlib import Path
 
 from lightning_unified.hardware.host.cgroups import memory_limit
 from lightning_unified.hardware.reading import Figure, Reading
@@ -20,6 +23,7 @@ __all__ = [
     "resident_files",
 ]
 
+_PROC = Path("/proc")  # of this machine
 _XSW_BITS, _XSW_USED = 64, 2  # struct xsw_usage, sys/sysctl.h: total, available, used, of 64 bits each
 
 # Speculative pages are not added: XNU counts them among the file-backed (external) ones too.
@@ -29,10 +33,11 @@ _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.pag
 def read_cpu(sources: Sources, index: int | None = None) -> Reading:
     """Read RAM as a unified pool; `allocated` is this process's resident size.
 
-    `index` is ignored.
+    `index` is ignored. `/proc/meminfo` and `/proc/self/status` are read once: a run reads its pool at each step.
     """
     del index
-    total, available = host_pool(sources)
+    counters, process = meminfo(sources), _process(sources)
+    total, available = host_pool(sources, counters)
     return Reading(
         device="cpu",
         backend="cpu",
@@ -40,16 +45,20 @@ def read_cpu(sources: Sources, index: int | None = None) -> Reading:
         pool="unified",
         total=total,
         available=available,
-        allocated=_process(sources, "VmRSS"),
+        allocated=_resident(process, "VmRSS"),
         reserved=Figure(None, "unknown: the CPU allocator reports no reserve of its own"),
-        peak=peak_resident(sources),
-        host=host_total(sources),
+        peak=peak_resident(sources, process),
+        host=host_total(sources, counters),
     )
 
 
-def host_pool(sources: Sources) -> tuple[Figure, Figure]:
-    """Return this process's RAM in total and available now, both within the cgroup limit."""
-    total, available = host_total(sources), host_available(sources)
+def host_pool(sources: Sources, counters: Mapping[str, int] | None = None) -> tuple[Figure, Figure]:
+    """Return this process's RAM in total and available now, both within the cgroup limit.
+
+    `counters` is `/proc/meminfo`, if it was read already.
+    """
+    counters = meminfo(sources) if counters is None else counters
+    total, available = host_total(sources, counters), host_available(sources, counters)
     limit = memory_limit(sources)
     if limit is not None and (total.bytes is None or limit.total < total.bytes):
         total = Figure(limit.total, limit.source)
@@ -58,9 +67,12 @@ def host_pool(sources: Sources) -> tuple[Figure, Figure]:
     return total, available
 
 
-def host_total(sources: Sources) -> Figure:
-    """Return the machine's RAM: `MemTotal` on Linux, `hw.memsize` on macOS."""
-    linux = meminfo(sources).get("MemTotal")
+def host_total(sources: Sources, counters: Mapping[str, int] | None = None) -> Figure:
+    """Return the machine's RAM: `MemTotal` on Linux, `hw.memsize` on macOS.
+
+    `counters` is `/proc/meminfo`, if it was read already.
+    """
+    linux = (meminfo(sources) if counters is None else counters).get("MemTotal")
     if linux is not None:
         return Figure(linux, "MemTotal")
     mac = sources.sysctl("hw.memsize")
@@ -69,16 +81,17 @@ def host_total(sources: Sources) -> Figure:
     return Figure(None, "unknown: neither MemTotal of /proc/meminfo nor sysctl hw.memsize")
 
 
-def host_available(sources: Sources) -> Figure:
+def host_available(sources: Sources, counters: Mapping[str, int] | None = None) -> Figure:
     """Return the RAM available without swapping, before any cgroup limit.
 
     Linux reports it (`MemAvailable`). macOS does not: free, purgeable and file-backed pages are summed. The sum omits memory
-    that the compressor could still free, so it is a low estimate. Swap never counts.
+    that the compressor could still free, so it is a low estimate. Swap never counts. `counters` is `/proc/meminfo`, if it was
+    read already.
 
     Source:
         Page counters: xnu, `bsd/vm/vm_unix.c`.
     """
-    linux = meminfo(sources).get("MemAvailable")
+    linux = (meminfo(sources) if counters is None else counters).get("MemAvailable")
     if linux is not None:
         return Figure(linux, "MemAvailable")
     page, counts = sources.sysctl("hw.pagesize"), [sources.sysctl(name) for name in _MAC_AVAILABLE_PAGES]
@@ -138,10 +151,8 @@ def mmap_threshold(sources: Sources) -> int | None:
 
 def cpu_name(sources: Sources) -> str:
     """Return the name of the processor, else of the board, else the architecture."""
-    for line in (read_text(sources.proc / "cpuinfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
+    if name := _own_model() if sources.proc == _PROC else _model(sources.proc):
+        return name
     brand = sources.sysctl("machdep.cpu.brand_string")
     if isinstance(brand, str) and brand:
         return brand
@@ -149,11 +160,30 @@ def cpu_name(sources: Sources) -> str:
     return board or sources.machine
 
 
-def _process(sources: Sources, field: str) -> Figure:
-    for line in (read_text(sources.proc / "self" / "status") or "").splitlines():
-        words = line.split()
-        if len(words) == 3 and words[0] == f"{field}:" and words[1].isdigit():
-            return Figure(int(words[1]) * 1024, field)
+@functools.cache
+def _own_model() -> str | None:
+    """Return the name of this machine's processor; its kernel measures the clock of each core for one reading."""
+    return _model(_PROC)
+
+
+def _model(proc: Path) -> str | None:
+    for line in (read_text(proc / "cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return None
+
+
+def _process(sources: Sources) -> str:
+    return read_text(sources.proc / "self" / "status") or ""
+
+
+def _resident(process: str, field: str) -> Figure:
+    for line in process.splitlines():
+        if line.startswith(field):
+            words = line.split()
+            if len(words) == 3 and words[0] == f"{field}:" and words[1].isdigit():
+                return Figure(int(words[1]) * 1024, field)
     return Figure(None, f"unknown: {field} needs /proc/self/status, which is missing")
 
 
@@ -162,15 +192,15 @@ def resident_files(sources: Sources) -> int:
 
     The system drops such pages when memory is short.
     """
-    return _process(sources, "RssFile").bytes or 0
+    return _resident(_process(sources), "RssFile").bytes or 0
 
 
-def peak_resident(sources: Sources) -> Figure:
+def peak_resident(sources: Sources, process: str | None = None) -> Figure:
     """Return the peak of this process's resident bytes.
 
-    It is one small read, cheap enough for every step.
+    It is one small read, cheap enough for every step. `process` is `/proc/self/status`, if it was read already.
     """
-    peak = _process(sources, "VmHWM")
+    peak = _resident(_process(sources) if process is None else process, "VmHWM")
     if peak.bytes is None and (resident := sources.max_resident()) is not None:
         return Figure(resident, "ru_maxrss")
     return peak

@@ -34,10 +34,15 @@ class GeneratorWatch:
         return states
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Restore the recorded state of every generator."""
+        """Restore the recorded state of every generator.
+
+        A state that is still the recorded object is unchanged, and setting one takes longer than reading it.
+        """
         torch.set_rng_state(states["torch"])
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])  # noqa: NPY002  # the global generator
+        if python_state() is not states["python"]:
+            random.setstate(states["python"])
+        if numpy_state() is not states["numpy"]:
+            np.random.set_state(states["numpy"])  # noqa: NPY002  # the global generator
         if self._device.type == "mps":
             torch.mps.set_rng_state(states["device"])
         elif self._device.type != "cpu":

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -311,3 +312,13 @@ def test_sources_made_by_hand_know_nothing_of_this_machine(machine):
 )
 def test_from_which_size_on_the_c_library_maps_blocks_is_read_from_its_variables(machine, written, threshold):
     assert mmap_threshold(replace(machine("bare"), platform="linux", environ=written)) == threshold
+
+
+def test_a_reading_of_the_cpu_opens_the_files_of_all_figures_once(machine, monkeypatch):
+    opened, read_text = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **how: opened.append(self) or read_text(self, **how))
+    sources = machine("t4")
+    read("cpu", sources=sources)
+    files = [sources.proc / "meminfo", sources.proc / "self" / "status"]
+
+    assert [opened.count(path) for path in files] == [1, 1]

@@ -15,7 +15,7 @@ from lightning_unified.nn.module_tree.walks import modules_of, tensors_of
 from lightning_unified.step.undo import TRAINING_STEP
 from lightning_unified.step.undo.functions import names_in, reached_functions
 
-__all__ = ["NotedShards", "UsedWeights", "used_otherwise"]
+__all__ = ["NotedShards", "UsedWeights", "names_of_step", "used_otherwise"]
 
 _LISTS = frozenset({"parameters", "named_parameters", "_parameters"})
 _WIDE = frozenset({torch.float32, torch.float64})
@@ -37,10 +37,11 @@ class UsedWeights:
     Args:
         module: The module whose step runs.
         is_whole: Whether parameters are whole. Otherwise only their `requires_grad` is noted: `NotedShards` compares the values.
+        named: The names in the step's code, by `names_of_step`.
     """
 
-    def __init__(self, module: nn.Module, *, is_whole: bool) -> None:
-        self._module, self._is_whole = module, is_whole
+    def __init__(self, module: nn.Module, *, is_whole: bool, named: frozenset[str]) -> None:
+        self._module, self._is_whole, self._named = module, is_whole, named
         self._handles: list[Any] = []
         self._others, self._modes = _FirstUses(), ExitStack()
         self._used: dict[nn.Module, tuple[list[Tensor], list[Tensor]]] = {}
@@ -54,7 +55,7 @@ class UsedWeights:
         with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
             own = list(filter(_is_trained, parameters)) if self._is_whole else []
             self._norms_before = dict(zip(map(id, own), _numbers(_norms(own)), strict=True))
-            alone = _used_by_operations(self._module)
+            alone = _used_by_operations(self._module, self._named)
             self._others.watch(one for one in own if id(one) in alone)
         if self._others.watches:  # else operations run as they do outside, down to the places that warnings name
             self._modes.enter_context(self._others)
@@ -227,13 +228,18 @@ def _rows(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _used_by_operations(module: nn.Module) -> set[int]:
+def names_of_step(module: nn.Module) -> frozenset[str]:
+    """Return the names in the code that a training step may run."""
+    return names_in(reached_functions(module, TRAINING_STEP))
+
+
+def _used_by_operations(module: nn.Module, named: frozenset[str]) -> set[int]:
     """Return the ids of the parameters whose use no call of a layer may tell.
 
     They are those of the module itself, of parameter lists, and all with a name that the step's code has, as in `F.linear(x, self.head.weight)`.
     They are all parameters where this code asks for them by `parameters()`.
     """
-    kinds, named = (nn.ParameterList, nn.ParameterDict), names_in(reached_functions(module, TRAINING_STEP))
+    kinds = (nn.ParameterList, nn.ParameterDict)
     if named & _LISTS:
         return set(map(id, tensors_of(module)[0]))
     return {

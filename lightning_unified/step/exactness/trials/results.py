@@ -1,7 +1,5 @@
 """Undo the run of a step, and gather its outputs, logs, metrics and written state."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
 from lightning_unified.nn.module_tree.walks import named_modules_of, tensors_of
+from lightning_unified.nn.second_run.generators import numpy_state, python_state
 from lightning_unified.step.exactness.draws.replay import DrawMode
 from lightning_unified.step.exactness.parameters.formats import reduced_formats
 from lightning_unified.step.recovery.renormed import RenormedRows
@@ -210,6 +209,5 @@ def _logged_totals(logged: Mapping[LogKey, Logged], asked: ComputeRecord) -> set
 
 
 def _host_generators() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
+    state = numpy_state()
+    return python_state(), (state[0], state[1].tobytes(), *state[2:])

@@ -31,7 +31,12 @@ from lightning_unified.step.exactness.parameters.earlier_gradients import (
     put_gradients,
 )
 from lightning_unified.step.exactness.parameters.formats import has_autocast, precise
-from lightning_unified.step.exactness.parameters.used_weights import NotedShards, UsedWeights, used_otherwise
+from lightning_unified.step.exactness.parameters.used_weights import (
+    NotedShards,
+    UsedWeights,
+    names_of_step,
+    used_otherwise,
+)
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_renormed,
     refusal_of_switches,
@@ -108,6 +113,7 @@ class Runner:
         self._first_norms: dict[str, float] = {}
         self.summands = StepSummands(self.module)
         self._renormed = RenormedRows()
+        self._names: frozenset[str] | None = None  # found once a check: its runs take the same code
         self._state = state_of_step(trainer)
 
     @property
@@ -149,7 +155,8 @@ class Runner:
         return self._trainer.strategy.root_device
 
     def release(self) -> None:
-        """Drop the copies of state that runs have made."""
+        """Drop what runs have found and copied."""
+        self._names = None
         self._state.release()
 
     def run(
@@ -232,7 +239,8 @@ class Runner:
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
-        used = UsedWeights(self.module, is_whole=self._group.has_whole_parameters)
+        self._names = names_of_step(self.module) if self._names is None else self._names
+        used = UsedWeights(self.module, is_whole=self._group.has_whole_parameters, named=self._names)
         watches = self._group.has_whole_parameters and not self.reads_gradients
         reads = GradientReads(parameters) if watches else nullcontext()
         scalars = nullcontext() if only is None else self.summands.noting()

@@ -42,7 +42,10 @@ RANDOM = ("Dropout", "FunctionalDropout", "AttentionDropout", "Noise", "BatchNor
 def run(kind, *, strategy=None, **options):
     size = SIZE.get(kind.__name__, 3)
     return split_modules.run(
-        kind, strategy=strategy or UnifiedStrategy(micro_batch_size=size, batch_norm="micro"), **options
+        kind,
+        strategy=strategy or UnifiedStrategy(micro_batch_size=size, batch_norm="micro"),
+        max_epochs=1,  # the check decides before the first batch, and again before the second
+        **options,
     )
 
 

@@ -3,6 +3,8 @@
 Compared: gradients, weights, logs, outputs and metrics.
 """
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -17,6 +19,13 @@ SIZES = [1, 2, 3, 5, 8]
 def make(kind: str):
     torch.manual_seed(0)
     return {"mlp": MLP, "tokens": RaggedTokens, "token sums": lambda: RaggedTokens(sums=True)}[kind]().double()
+
+
+@cache
+def mlp(size):
+    """Train in micro-batches of `size` rows, or under plain Lightning; the tests only read what they get."""
+    module = make("mlp")
+    return fit(module, module.loader(), strategy=size if size == "auto" else UnifiedStrategy(micro_batch_size=size))
 
 
 @first_cells(
@@ -60,9 +69,7 @@ def test_a_short_last_window_is_the_same_too(kind):
 
 @first_cells(1, "size", some(SIZES, 1, 3))
 def test_every_logged_value_is_the_whole_batchs(size):
-    reference, module = make("mlp"), make("mlp")
-    plain, plain_trainer = fit(reference, reference.loader())
-    seen, trainer = fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=size))
+    (plain, plain_trainer), (seen, trainer) = mlp("auto"), mlp(size)
 
     for step, expected in enumerate(plain.callback_metrics):
         assert seen.callback_metrics[step] == pytest.approx(expected, rel=1e-6, abs=1e-7), f"step {step}"
@@ -76,9 +83,7 @@ def test_every_logged_value_is_the_whole_batchs(size):
 
 @first_cells(1, "size", some(SIZES, 1, 3))
 def test_callbacks_see_the_outputs_of_the_whole_batch(size):
-    reference, module = make("mlp"), make("mlp")
-    plain, _ = fit(reference, reference.loader())
-    seen, _ = fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=size))
+    (plain, _), (seen, _) = mlp("auto"), mlp(size)
 
     for expected, actual in zip(plain.outputs, seen.outputs, strict=True):
         torch.testing.assert_close(actual["loss"], expected["loss"], **EXACT)

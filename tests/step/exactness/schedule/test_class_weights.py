@@ -124,7 +124,7 @@ def test_the_rule_is_named_by_the_weights():
 @pytest.mark.parametrize("mean", ["batches", "terms"])
 def test_windows_of_batches_with_class_weights_train_as_plain_ones(mean):
     data = loader()
-    options = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    options = {"accumulate_grad_batches": 3}
     strategy = UnifiedStrategy(micro_batch_size=3, window_mean=mean)
     split, _ = run(Weighted, data, strategy=strategy, **options)
     whole, _ = run(Weighted, data, strategy=UnifiedStrategy(window_mean=mean), **options)

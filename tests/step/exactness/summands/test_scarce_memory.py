@@ -45,10 +45,10 @@ class Heads(L.LightningModule):
 
 
 def test_a_sum_of_means_splits_exactly_where_its_check_lacks_memory(caplog):
-    whole, *_ = run(Heads, "auto")
+    whole, *_ = run(Heads, "auto", max_epochs=1)
     strategy = UnifiedStrategy(micro_batch_size=3, budget="4MiB", simulate="rtx3060-12gb", predict=False)
     with caplog.at_level(logging.WARNING, "lightning_unified"):
-        split, *_ = run(Heads, strategy)
+        split, *_ = run(Heads, strategy, max_epochs=1)
 
     torch.testing.assert_close(weights(split), weights(whole), **EXACT)
     assert "It runs on the CPU now" in caplog.text

@@ -22,7 +22,7 @@ FAST = [(kind, 0, 3) for kind in SOUND] + [(summed.Penalized, 1, 3)]  # the last
 
 @pytest.mark.parametrize(("kind", "seed", "size"), crossed(SOUND, range(3), (3, 5, 7), fast=FAST))
 def test_a_sum_of_means_over_different_terms_splits_exactly(kind, seed, size):
-    same_cut_and_whole(kind, size=size, loader=lambda: loader(seed), max_epochs=2)
+    same_cut_and_whole(kind, size=size, loader=lambda: loader(seed), max_epochs=1)
 
 
 def test_a_constant_is_logged_where_the_first_micro_batch_has_no_terms():
@@ -38,7 +38,7 @@ def test_a_constant_is_logged_where_the_first_micro_batch_has_no_terms():
 @pytest.mark.parametrize("kind", [summed.Switched, summed.AtLeastOne, summed.TwoMasks])
 @pytest.mark.parametrize("size", [2, 3])
 def test_micro_batches_without_terms_of_a_summand_split_exactly(kind, size):
-    same_cut_and_whole(kind, size=size, loader=lambda: loader(1, sparse=True), max_epochs=2)
+    same_cut_and_whole(kind, size=size, loader=lambda: loader(1, sparse=True), max_epochs=1)
 
 
 @pytest.mark.parametrize("kind", [summed.Late, summed.LateThird])
@@ -56,13 +56,14 @@ def test_a_summand_that_comes_later_is_found_before_its_update(kind):
     "options", [{"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}]
 )
 def test_windows_and_clipping_see_the_whole_batchs_gradient(options):
-    same_cut_and_whole(Pretraining, loader=lambda: loader(3), max_epochs=2, **options)
+    same_cut_and_whole(Pretraining, loader=lambda: loader(3), max_epochs=1, **options)
 
 
 def test_a_simulated_machine_splits_a_sum_of_means_too():
-    whole, *_ = run(Pretraining, "auto")
+    data = {"loader": lambda: loader(rows=24), "max_epochs": 1}
+    whole, *_ = run(Pretraining, "auto", **data)
     strategy = UnifiedStrategy(micro_batch_size=3, budget="1GiB", simulate="rtx3060-12gb", predict=False)
-    split, *_ = run(Pretraining, strategy)
+    split, *_ = run(Pretraining, strategy, **data)
 
     torch.testing.assert_close(weights(split), weights(whole), **EXACT)
 

@@ -151,8 +151,8 @@ OF_TOKENS = [SeveralTokens, AllButTheLast, AllButTheLastBesideRows]
 
 @first_cells(10, "kind", [Boxes, Mixed, Lengths, Foreground, WithoutAClass, UpToAPlace, RowsWithAnEntry, *OF_TOKENS])
 def test_losses_over_counts_without_a_known_name_split_exactly(kind):
-    whole, *_ = run(kind, "auto")
-    split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6))
+    whole, *_ = run(kind, "auto", max_epochs=1)
+    split, *_ = run(kind, UnifiedStrategy(micro_batch_size=6), max_epochs=1)
 
     torch.testing.assert_close(weights(split), weights(whole), **EXACT)
 
@@ -168,8 +168,8 @@ def test_a_loss_of_rows_without_terms_is_refused():
 
 
 def test_a_penalty_of_weights_is_no_loss_of_rows_without_terms():
-    whole, *_ = run(Penalized, "auto")
-    split, *_ = run(Penalized, UnifiedStrategy(micro_batch_size=6))
+    whole, *_ = run(Penalized, "auto", max_epochs=1)
+    split, *_ = run(Penalized, UnifiedStrategy(micro_batch_size=6), max_epochs=1)
 
     torch.testing.assert_close(weights(split), weights(whole), **EXACT)
 

@@ -68,7 +68,7 @@ class Decisions:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._decides or not self._may_be_noted:
                 return step(*args, **kwargs)
-            with NoteDecisions(Decided()) as mode:
+            with NoteDecisions(None) as mode:
                 result = step(*args, **kwargs)
             self._decides = mode.reads
             return result
@@ -81,7 +81,7 @@ class Decisions:
         if self._decides or self._knows_backward or not self._may_be_noted:
             yield
             return
-        with NoteDecisions(Decided()) as mode:
+        with NoteDecisions(None) as mode:
             yield
         self._knows_backward, self._decides = True, mode.reads
 

@@ -52,6 +52,7 @@ _READS = {
     *("__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "item", "tolist", "numpy"),
     *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "equal", "allclose", "is_nonzero"),
 }
+_MAY_READ = _READS | _COMPARES | _EQUALS | _LARGER | {*_CLAMPS} | STEPS | {"__getitem__"}
 
 
 class Decided:
@@ -91,15 +92,15 @@ class NoteDecisions(BaseTorchFunctionMode):
     """Notes the decisions of the step that runs inside.
 
     Args:
-        decided: Holds what is noted.
+        decided: Holds what is noted; None to tell only whether the step reads or compares values.
 
     Attributes:
         reads: Whether the step has read or compared values of tensors.
     """
 
-    def __init__(self, decided: Decided) -> None:
+    def __init__(self, decided: Decided | None) -> None:
         super().__init__()
-        self._decided, self.reads = decided, False
+        self._decided, self._is_for_reads, self.reads = decided or Decided(), decided is None, False
         self._counts: Counter[Name] = Counter()
 
     @override
@@ -111,13 +112,15 @@ class NoteDecisions(BaseTorchFunctionMode):
         is_attribute = name == "__get__"  # such as `x.shape`
         if is_attribute or torch.compiler.is_compiling():
             return result
+        if self._is_for_reads and (self.reads or not _may_read(name)):  # finding the code that calls takes longest
+            return result
         direct = _outside(sys._getframe(1), _TORCH)
         frame = _outside(direct, _LIBRARIES)
         if frame is not None:
             place = (frame.f_code.co_qualname, frame.f_code.co_firstlineno, frame.f_lasti)
             self._decided.places.add(place)
             if frame is direct:  # else a log or a metric reads its own values
-                self._note(place, name if name.startswith("__") else name.rstrip("_"), args, kwargs or {}, result)
+                self._note(place, _plain(name), args, kwargs or {}, result)
                 self._note_number(place, name, args, result, frame)
         return result
 
@@ -168,6 +171,16 @@ class NoteDecisions(BaseTorchFunctionMode):
         noted, number = self._decided, self._counts[place, name]
         is_enough = number > _REPEATS or len(noted.limits) + len(noted.numbers) >= _MOST
         return None if is_enough else (*place, name, number)
+
+
+def _plain(name: str) -> str:
+    """Return the name of an operation without the mark of one in place."""
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+@cache
+def _may_read(name: str) -> bool:
+    return _plain(name) in _MAY_READ
 
 
 def _outside(frame: FrameType | None, packages: set[str]) -> FrameType | None:
