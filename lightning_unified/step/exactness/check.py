@@ -17,7 +17,7 @@ returned and logged values, and written state. One check sees only a sample of t
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -46,6 +46,8 @@ from lightning_unified.step.split import BatchSplitter
 from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
+
+Found = TypeVar("Found")
 
 _THIN = 16  # batches checked while a single micro-batch of each check had a gradient; judgement
 _RETRIES = 3  # undecided checks in a row that are repeated on the next batch; after that the schedule decides
@@ -302,11 +304,7 @@ class ExactnessCheck:
         self._make_room()
         check = self._new_check(asked)
         rules = self._agreed.agreeing or check.rules
-        with activity("comparing whole and split rows"):
-            try:
-                found: Findings | SplitError = Findings.of_losses(self._examination.rules_of_all_rows(check, rules))
-            except SplitError as refusal:
-                found = refusal
+        found = _compared(lambda: Findings.of_losses(self._examination.rules_of_all_rows(check, rules)))
         left = self._group.agreed(found, rules)
         if self._verdict is not None:
             self._verdict = self._verdict.under(self._agreed.keep(left)).without_rules_for(self._unmergeable)
@@ -315,17 +313,16 @@ class ExactnessCheck:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""
         check, known = self._new_check(asked), frozenset(self._runner.scorings)
         self._runner.scorings.clear()
-        with activity("comparing whole and split rows"):
-            try:
-                found: Findings | str | SplitError = self._examination.findings(check)
-            except SplitError as refusal:
-                found = refusal
+        found = _compared(lambda: self._examination.findings(check))
         self.host_figures.ignored |= {one.ignore_index for one in self._runner.scorings}
         is_new = self._group.anywhere(not self._runner.scorings <= known)
+        may_lack = is_new and tries > 1  # rules: the labels that the loss ignores, or its class weights
         try:
-            return self._group.agreed(found, check.rules), check.rules
-        except SplitError as refusal:  # rules may have lacked the labels that the loss ignores, or its class weights
-            if tries == 1 or not is_new or not refusal.is_for_rules:
+            agreed = self._group.agreed(found, check.rules)
+            if not may_lack or isinstance(agreed, str) or not all(rule.is_guess for rule in agreed.agreeing):
+                return agreed, check.rules
+        except SplitError as refusal:
+            if not may_lack or not refusal.is_for_rules:
                 raise
         return self._findings(asked, tries - 1)
 
@@ -347,3 +344,12 @@ class ExactnessCheck:
         self._passes = self._passes.after(found, reads_gradients=self._runner.reads_gradients)
         self._verdict = Verdict.found(found, self._unmergeable, self._passes)
         return range(found.first, found.first + found.rows)
+
+
+def _compared(compare: Callable[[], Found]) -> Found | SplitError:
+    """Return what a comparison of whole and split rows finds, or its refusal."""
+    with activity("comparing whole and split rows"):
+        try:
+            return compare()
+        except SplitError as refusal:
+            return refusal
