@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -66,12 +67,14 @@ class Run(Results):
         gradient: Samples of the gradient.
         loss: The loss, detached; None if the step returned none.
         first_norms: The norms of parameters that the step wrote before it used them, by name.
+        moved: The names of trained parameters that the step wrote.
         summands: The summands of the loss, without its graph, if the run was asked for them.
     """
 
     gradient: GradientSample
     loss: Tensor | None
     first_norms: dict[str, float]
+    moved: frozenset[str] = frozenset()
     summands: Sequence[Summand] = ()
 
 
@@ -106,6 +109,7 @@ class Runner:
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
         self._first_norms: dict[str, float] = {}
+        self._moved: frozenset[str] = frozenset()
         self.summands = StepSummands(self.module)
         self._renormed = RenormedRows()
         self._state = state_of_step(trainer)
@@ -209,6 +213,7 @@ class Runner:
                 gradient=gradient,
                 loss=result.loss,
                 first_norms=self._first_norms,
+                moved=self._moved,
                 summands=summands,
                 **vars(results),
             )
@@ -261,6 +266,12 @@ class Runner:
         result.closure_loss = None
         if (after := used.written) is not None:
             raise refusal_of_writes(type(self.module).__name__, self._named(after))
+        groups = [
+            group["params"] for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups
+        ]
+        own = set(map(id, chain.from_iterable(groups)))  # what a step writes to others is state, and undone
+        moved = (one for one in used.moved if id(one) in own and not self._renormed.wrote(one))
+        self._moved = frozenset(map(self._named, moved))
         return result, stepped, summands
 
     def _chosen(self, loss: Tensor, only: str) -> Sequence[Summand]:
