@@ -21,7 +21,7 @@ from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.verdict import Passes, batch_norms_of
-from lightning_unified.step.loop.closure import overrides
+from lightning_unified.step.loop.closure import overrides, reads_batch
 from lightning_unified.step.loop.outside_writes import OutsideWrites
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.loop.split_results import SplitResults
@@ -188,9 +188,7 @@ class CheckedSplitter:
                 learn=_then(partial(self._learn_more, kwargs, shape), keeps),
             ),
             parameters=parameters_of_step(self._trainer),
-            outside=OutsideWrites(
-                self._trainer, batch, micro_batches, rows, is_read=overrides(self._trainer, "on_train_batch_end")
-            ),
+            outside=OutsideWrites(self._trainer, batch, micro_batches, rows, is_read=reads_batch(self._trainer)),
             see_graph=_then(partial(self._see_graph, kwargs, shape), keeps),
             see_bends=_then(partial(self._see_bends, kwargs, shape, rows), keeps),
             is_checked=self._is_checked,

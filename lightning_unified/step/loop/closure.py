@@ -5,6 +5,8 @@ run once for each of them and `zero_grad` once for the batch. A closure of our o
 `training_step` before `backward`: with it, callbacks would see the first micro-batch's outputs only.
 """
 
+import dis
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +22,18 @@ from lightning_unified.nn.second_run.libraries import is_ours
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.recovery.undone_run import parameters_of_step
 
-__all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "order_of_zeroing", "overrides"]
+__all__ = [
+    "ClosureHooks",
+    "LateZeroGrad",
+    "MicroBatchClosure",
+    "ZeroGrad",
+    "order_of_zeroing",
+    "overrides",
+    "reads_batch",
+]
+
+_END = "on_train_batch_end"
+_SEE_BATCH = ("on_train_batch_start", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class ClosureHooks(Protocol):
@@ -208,7 +221,39 @@ def overrides(trainer: L.Trainer, hook: str) -> bool:
     """Return whether the module or one of the user's callbacks has its own `hook`."""
     if _has_own(trainer.lightning_module, hook, L.LightningModule):
         return True
-    return any(_has_own(callback, hook, L.Callback) for callback in getattr(trainer, "callbacks", []))
+    callbacks = getattr(trainer, "callbacks", []) if hasattr(L.Callback, hook) else []
+    return any(_has_own(callback, hook, L.Callback) for callback in callbacks)
+
+
+def reads_batch(trainer: L.Trainer) -> bool:
+    """Return whether a user's hook may read the batch after the step.
+
+    That is `on_train_batch_end`, unless its code leaves the argument alone and no earlier hook may have kept the batch.
+    """
+    module, callbacks = trainer.lightning_module, getattr(trainer, "callbacks", [])
+    ends = [vars(module).get(_END, module.on_train_batch_end)] if _has_own(module, _END, L.LightningModule) else []
+    reads = any(_reads_argument(one, 1) for one in ends)
+    own = [getattr(one, _END) for one in callbacks if _has_own(one, _END, L.Callback)]
+    reads |= any(_reads_argument(one, 3) for one in own)
+    return reads or (bool(ends or own) and any(overrides(trainer, hook) for hook in _SEE_BATCH))
+
+
+def _reads_argument(hook: Any, index: int) -> bool:
+    """Return whether a hook may read its argument at a place; the object that has the method does not count."""
+    function = getattr(hook, "__func__", hook)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    place = index + int(function is not hook)
+    if place < code.co_argcount:
+        name = code.co_varnames[place]
+    elif code.co_flags & inspect.CO_VARARGS:
+        name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    else:
+        return True
+    loads = (one.argval for one in dis.get_instructions(code) if "LOAD" in one.opname)
+    named = (name == value or (isinstance(value, tuple) and name in value) for value in loads)
+    return name in code.co_cellvars or "locals" in code.co_names or any(named)
 
 
 def _has_own(user: Any, hook: str, base: type) -> bool:

@@ -134,6 +134,51 @@ def test_an_entry_that_differs_from_what_the_step_returns_is_refused():
         run(Otherwise, batches(number=3))
 
 
+class LeavesMeans(Net):
+    """Leaves means over its rows in the batch, which no hook reads."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"])
+        batch["mean"] = out.mean()
+        return F.cross_entropy(out, batch["y"])
+
+
+class Counts(L.Callback):
+    """Gets the batch, and leaves it alone."""
+
+    count = Lasting(0)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.count += 1
+
+
+class Passes(L.Callback):
+    """Passes all arguments on."""
+
+    def on_train_batch_end(self, *args, **kwargs):
+        super().on_train_batch_end(*args, **kwargs)
+
+
+class Keeps(Counts):
+    """Keeps the batch before the step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batch = batch
+
+
+def test_entries_that_no_hook_reads_are_left_out():
+    plain, _ = run(LeavesMeans, batches(number=3), strategy="auto")
+    split, _ = run(LeavesMeans, batches(number=3), callbacks=[Counts()])
+
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("callback", [Passes, Keeps])
+def test_entries_that_a_hook_may_read_are_refused_where_they_do_not_merge(callback):
+    with pytest.raises(SplitError, match=r"training_step writes batch\['mean'\]"):
+        run(LeavesMeans, batches(number=3), callbacks=[callback()])
+
+
 def test_a_step_stops_the_trainer_once_for_the_batch():
     plain, trainer = run(StopsByIndex, batches(number=6), strategy="auto")
     split, other = run(StopsByIndex, batches(number=6))

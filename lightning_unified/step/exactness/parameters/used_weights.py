@@ -20,6 +20,7 @@ __all__ = ["NotedShards", "UsedWeights", "names_of_step", "used_otherwise"]
 _LISTS = frozenset({"parameters", "named_parameters", "_parameters"})
 _WIDE = frozenset({torch.float32, torch.float64})
 _FORMATS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # 16-bit norms are too coarse
+_PROJECTED = 3e-6  # of a norm: `weight / (weight.norm() + 1e-6)` moves a projected weight again
 _ROUNDING = 4  # rounding steps of a norm: a step may change weights for one pass, and change them back
 
 
@@ -48,6 +49,7 @@ class UsedWeights:
         self._trained: dict[nn.Module, list[bool]] = {}
         self._switches_before: dict[int, bool] = {}
         self._norms_before: dict[int, float] = {}
+        self._watched: list[Tensor] = []
 
     def __enter__(self) -> Self:
         parameters = tensors_of(self._module)[0]
@@ -55,6 +57,7 @@ class UsedWeights:
         with suppress(NotImplementedError, RuntimeError, TypeError):  # a tensor subclass may have no norm
             own = list(filter(_is_trained, parameters)) if self._is_whole else []
             self._norms_before = dict(zip(map(id, own), _numbers(_norms(own)), strict=True))
+            self._watched = own
             alone = _used_by_operations(self._module, self._named)
             self._others.watch(one for one in own if id(one) in alone)
         if self._others.watches:  # else operations run as they do outside, down to the places that warnings name
@@ -119,6 +122,18 @@ class UsedWeights:
         changed = list(_changed([one for one, _ in used], _numbers([norm for _, norm in used])))
         # no norm is -1: a parameter whose norm before the step is unknown has changed
         return next(_changed(changed, [self._norms_before.get(id(one), -1.0) for one in changed]), None)
+
+    @property
+    def moved(self) -> list[Tensor]:
+        """The parameters that were written for longer than the step, whether it uses them or not.
+
+        The backward pass is over. A projection, as of prototypes to length 1, may move what is there already a little more.
+        """
+        before = [self._norms_before[id(one)] for one in self._watched]
+        changed = list(_changed(self._watched, before))
+        now = _numbers(_norms([one.detach() for one in changed]))
+        norms = ((one, self._norms_before[id(one)], norm) for one, norm in zip(changed, now, strict=True))
+        return [one for one, was, norm in norms if one.grad is None or abs(norm - was) > _PROJECTED * max(was, norm)]
 
 
 class _FirstUses(TorchFunctionMode):

@@ -128,6 +128,12 @@ class Comparison:
         return [name for name, own in norms.items() if any(not math.isclose(one, own[0], rel_tol=1e-3) for one in own)]
 
     @property
+    def moved_again(self) -> str | None:
+        """A trained parameter that several runs wrote, each from the value of the run before; None without one."""
+        moved = [name for run in self.all_runs for name in run.moved]
+        return next((name for name in dict.fromkeys(moved) if moved.count(name) > 1), None)
+
+    @property
     def tolerance(self) -> Tolerance:
         """The tolerance for the coarsest number format of the runs."""
         return Tolerance.of(self._formats)

@@ -25,6 +25,7 @@ from lightning_unified.step.exactness.trials.proportion import is_proportional
 from lightning_unified.step.exactness.trials.refusals import (
     refusal_of_existence,
     refusal_of_gradients,
+    refusal_of_moves,
     refusal_of_proportion,
     refusal_of_state,
 )
@@ -64,6 +65,7 @@ class Judge:
         tried = rules
         comparison, noise, rules = self._compared(runs, rules, trial.of_summands, is_quiet=trial.is_quiet)
         if undecided := comparison.says_nothing:
+            self._require_unmoved(comparison)
             self._learn(comparison, _closest(comparison, rules), runs, since=since)
             return undecided
         rules = _without_guesses(comparison, rules)
@@ -74,9 +76,11 @@ class Judge:
         if allowed < best.excess and (
             best.excess <= by_rounding or (since and self._agrees_nudged(trial, rules, comparison))
         ):
+            self._require_unmoved(comparison)
             self._learn(comparison, _closest(comparison, rules), runs, since=since, slack=by_rounding)
             return "rounding decides whether its micro-batches agree, on the rows looked at"
         if best.excess > allowed:
+            self._require_unmoved(comparison, by_rows=False)
             differences = {name: one.relative for name, one in off.items()}
             not_replayed = comparison.troubles[0] if comparison.troubles else ""
             parameter = self._runner.name_of(best.parameter)
@@ -92,6 +96,7 @@ class Judge:
                 summands=comparison.names_of_summands if len(comparison.names_of_summands) > 1 else (),
             )
             raise SplitError(refusal + since, is_for_rules=True)
+        self._require_unmoved(comparison)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])
         if alone is not None:
             is_of_whole = comparison.whole.gradient.exist[alone]
@@ -109,6 +114,20 @@ class Judge:
             is_thin=_is_thin(comparison, agreeing[0]),
             is_proportional=self._is_proportional(comparison, agreeing[0]),
         )
+
+    def _require_unmoved(self, comparison: Comparison, *, by_rows: bool = True) -> None:
+        """Raise `SplitError` if the step moves a trained parameter whenever it runs.
+
+        Args:
+            comparison: The runs.
+            by_rows: Whether to raise, too, if it moves only for other rows than before, as a layer does that initializes itself.
+        """
+        moved = comparison.moved_again
+        if not by_rows and self._runner.anywhere(moved is not None):
+            comparison.repeated()
+            moved = moved if moved in comparison.repeated().moved else None
+        if moved is not None:
+            raise refusal_of_moves(self._whose, moved)
 
     def _is_proportional(self, comparison: Comparison, rule: LossRule) -> bool:
         """Return whether backward passes are proportional to the loss, by the first trial of a check.

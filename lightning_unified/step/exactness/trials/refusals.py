@@ -256,6 +256,20 @@ def refusal_of_writes(whose: str, parameter: str) -> SplitError:
     return SplitError(f"{late} {way_out} {_WRITTEN}", is_final=True)
 
 
+def refusal_of_moves(whose: str, parameter: str) -> SplitError:
+    """Return the error for a step that moves trained parameters each time that it runs.
+
+    The arguments are those of `refusal_of_updates`.
+    """
+    return SplitError(
+        f"{whose} writes {parameter} in its step, in another way each time that the step runs, as an average of weights does; a split batch would "
+        "write it once for each micro-batch. If only the step writes it, freeze it (requires_grad_(False)): what a step writes to frozen "
+        "parameters is merged. Otherwise write it in on_train_batch_end, or declare MicroBatchRules(splittable=False) to run batches whole. "
+        f"{_WRITTEN}",
+        is_final=True,
+    )
+
+
 def refusal_of_switches(whose: str, parameter: str) -> SplitError:
     """Return the error for a step that freezes or unfreezes a parameter after its use."""
     late = _LATE.format(whose=whose, change=f"changes requires_grad of {parameter}", with_them="the change")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -71,12 +72,14 @@ class Run(Results):
         gradient: Samples of the gradient.
         loss: The loss, detached; None if the step returned none.
         first_norms: The norms of parameters that the step wrote before it used them, by name.
+        moved: The names of trained parameters that the step wrote.
         summands: The summands of the loss, without its graph, if the run was asked for them.
     """
 
     gradient: GradientSample
     loss: Tensor | None
     first_norms: dict[str, float]
+    moved: frozenset[str] = frozenset()
     summands: Sequence[Summand] = ()
 
 
@@ -111,6 +114,7 @@ class Runner:
         self.scorings: set[Scoring] = set()
         self._sampled: list[Tensor] = []
         self._first_norms: dict[str, float] = {}
+        self._moved: frozenset[str] = frozenset()
         self.summands = StepSummands(self.module)
         self._renormed = RenormedRows()
         self._names: frozenset[str] | None = None  # found once a check: its runs take the same code
@@ -216,6 +220,7 @@ class Runner:
                 gradient=gradient,
                 loss=result.loss,
                 first_norms=self._first_norms,
+                moved=self._moved,
                 summands=summands,
                 **vars(results),
             )
@@ -269,6 +274,12 @@ class Runner:
         result.closure_loss = None
         if (after := used.written) is not None:
             raise refusal_of_writes(type(self.module).__name__, self._named(after))
+        groups = [
+            group["params"] for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups
+        ]
+        own = set(map(id, chain.from_iterable(groups)))  # what a step writes to others is state, and undone
+        moved = (one for one in used.moved if id(one) in own and not self._renormed.wrote(one))
+        self._moved = frozenset(map(self._named, moved))
         return result, stepped, summands
 
     def _chosen(self, loss: Tensor, only: str) -> Sequence[Summand]:
