@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.split.containers import is_tensor_collection, tensors_in
+from lightning_unified.step.split.containers import is_tensor_collection, tensors_in, with_class_of
 
 __all__ = ["ARRAY_LIKE", "TENSOR", "TENSOR_COLLECTION", "Kind", "kind_of"]
 
@@ -57,6 +57,10 @@ def kind_of(value: Any) -> Kind | None:
 
 def _first_dimension(value: Any) -> int | None:
     return value.size(0) if value.dim() else None
+
+
+def _split_tensor(value: Tensor, start: int, stop: int) -> Tensor:
+    return with_class_of(value, value[start:stop])
 
 
 def _split_nested(value: Tensor, start: int, stop: int) -> Tensor:
@@ -105,7 +109,7 @@ def _keys(value: Any) -> Any:
     return keys() if callable(keys) else keys
 
 
-TENSOR = Kind(_first_dimension, lambda value, start, stop: value[start:stop], Tensor.numel)
+TENSOR = Kind(_first_dimension, _split_tensor, Tensor.numel)
 TENSOR_COLLECTION = Kind(
     lambda value: value.batch_size[0],
     lambda value, start, stop: value[start:stop],
