@@ -23,7 +23,7 @@ from lightning_unified.step.split.containers import (
     joined,
     with_entries,
 )
-from lightning_unified.step.split.kinds import TENSOR, kind_of
+from lightning_unified.step.split.kinds import ARRAY_LIKE, TENSOR, kind_of
 from lightning_unified.step.split.roles import Role, Roles
 
 __all__ = ["Template", "row_length"]
@@ -195,5 +195,5 @@ def _holds_special_kinds(value: Any) -> bool:
         return False
     kind = kind_of(value)
     if kind is not None:
-        return kind is not TENSOR and not isinstance(value, np.ndarray)
+        return kind not in (TENSOR, ARRAY_LIKE) and not isinstance(value, np.ndarray)
     return any(_holds_special_kinds(entry) for _, entry in entries_of(value) or ())

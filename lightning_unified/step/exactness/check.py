@@ -296,6 +296,7 @@ class ExactnessCheck:
             differing=asked.differing,
             ignored=self.host_figures.ignored,
             least=asked.least,
+            own=asked.sizes if asked.is_as_split else (),
             is_fine=NOT_FINITE in asked.facts,
         )
 
@@ -329,8 +330,8 @@ class ExactnessCheck:
     def _check(self, asked: Request) -> range:
         """Check a batch, and return the rows that ran; none if the check is undecided."""
         self._make_room()
-        anywhere = self._group.anywhere
-        found, rules = self._splitter.trimming_if_needed(asked.batch, lambda: self._findings(asked), anywhere=anywhere)
+        compare = self._group.on_few_rows(asked, self._findings)
+        found, rules = self._splitter.trimming_if_needed(asked.batch, compare, anywhere=self._group.anywhere)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._runner.require_known_batch_norm()

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.split import split_rows
 
 __all__ = ["CheckGroup", "Request"]
+
+_T = TypeVar("_T")
+_FEW = 6  # units that are split into three unequal micro-batches, the smallest of one unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class Request:
         differing: Neighbouring rows, some of which differ from others in a new way; none where unknown.
         failed: The fewest rows for which memory is known to run out; None where it is not.
         allows_batch_norm: Whether BatchNorm may run with statistics of the batch: the user accepts it, or the batch runs whole.
+        is_as_split: Whether the check runs the batch's own micro-batches, because the step fails on fewer rows.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -43,6 +47,7 @@ class Request:
     differing: range = range(0)
     failed: int | None = None
     allows_batch_norm: bool = False
+    is_as_split: bool = False
 
     @property
     def batch(self) -> Any:
@@ -115,6 +120,23 @@ class CheckGroup:
     def anywhere(self, flag: bool) -> bool:
         """Return whether `flag` is set in one of the processes: a decision by which all run the same passes."""
         return flag
+
+    def on_few_rows(self, asked: Request, findings: Callable[[Request], _T]) -> Callable[[], _T]:
+        """Return a check that runs the batch's own micro-batches if the step fails on fewer rows.
+
+        A batch of few units is checked with a single one, also where its own micro-batches have more.
+        """
+
+        def compare() -> _T:
+            try:
+                return findings(asked)
+            except SplitError as refusal:
+                is_few = refusal.is_of_rows and asked.least > 1 and asked.rows <= _FEW * asked.unit
+                if not self.anywhere(is_few):
+                    raise
+            return findings(replace(asked, is_as_split=True))  # outside the block above: the traceback holds tensors
+
+        return compare
 
     def joined(self, samples: list[Tensor]) -> list[Tensor]:
         """Return the entries of each parameter's gradient that all processes have, given those of this process."""

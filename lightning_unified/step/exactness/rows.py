@@ -153,6 +153,7 @@ class Check:
         ignored: Labels that losses ignore.
         least: The fewest units of a micro-batch.
         of_summands: The loss rules that may hold for each summand of the loss, where none does for all of it.
+        own: The rows of the batch's own micro-batches, if these are to run, because the step fails on fewer rows.
         is_fine: Whether to split the rows into the smallest micro-batches, because some rows alone have a gradient that is not finite.
     """
 
@@ -170,6 +171,7 @@ class Check:
     ignored: Collection[int] = (IGNORED,)
     least: int = 1
     of_summands: Sequence[LossRule] = ()
+    own: Sequence[int] = ()
     is_fine: bool = False
 
     @property
@@ -186,8 +188,14 @@ class Check:
         """
         if self.is_fine:
             return split_rows(units * self.unit, micro_batch_size=self.least * self.unit, unit=self.unit)
-        splits = splits_of(units, least=self.least)
-        return [self.unit * units_of_one for units_of_one in splits[(self.number + other) % len(splits)]]
+        splits = self.splits(units)
+        return splits[(self.number + other) % len(splits)]
+
+    def splits(self, units: int) -> list[list[int]]:
+        """Return the splits of `units` units, with the rows of each micro-batch."""
+        if sum(self.own) == units * self.unit:
+            return [list(self.own)]
+        return [[self.unit * one for one in sizes] for sizes in splits_of(units, least=self.least)]
 
     def starts(self, size: int) -> list[int]:
         """Return the first row of each window of `size` rows that is to run.

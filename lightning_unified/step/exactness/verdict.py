@@ -161,9 +161,9 @@ def refusal_of_batch_norms(whose: str, norms: Sequence[str]) -> SplitError:
         whose: The name of the module's class.
         norms: The names of the layers.
     """
-    more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+    others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
     return SplitError(
-        f"{whose} has BatchNorm in train mode ({norms[0]}{more}): its statistics are of the rows run at once, so "
+        f"{whose} has BatchNorm in train mode ({norms[0]}{others}): its statistics are of the rows run at once, so "
         'batches cannot be split exactly. Accept statistics per micro-batch with batch_norm="micro", use GroupNorm, put these layers in '
         "eval mode, or raise the budget."
     )

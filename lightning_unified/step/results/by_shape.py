@@ -14,6 +14,7 @@ from lightning_unified.step.split.containers import (
     is_list_of_plain,
     is_record,
     is_tensor_collection,
+    with_class_of,
     with_fields,
     with_items,
 )
@@ -75,7 +76,8 @@ def _merge_arrays(outputs: Sequence[Any], sizes: Sequence[int], average: Callabl
     first = outputs[0]
     if all(output.ndim and output.shape[0] == size for output, size in zip(outputs, sizes, strict=True)):
         if all(output.shape[1:] == first.shape[1:] for output in outputs):
-            return torch.cat(list(outputs)) if isinstance(first, Tensor) else np.concatenate(outputs)
+            is_tensor = isinstance(first, Tensor)
+            return with_class_of(first, torch.cat(list(outputs))) if is_tensor else np.concatenate(outputs)
         return outputs[-1]
     same_shape = all(output.shape == first.shape for output in outputs)
     real = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"

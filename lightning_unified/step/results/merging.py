@@ -18,7 +18,7 @@ from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.step.results.kept_gradients import gradients_of
 from lightning_unified.step.results.of_summands import AS_LOSS, OF_SUMMANDS, addends, as_loss, rules_of_summands
 from lightning_unified.step.results.sameness import same, size_of
-from lightning_unified.step.split.containers import is_sequence
+from lightning_unified.step.split.containers import is_sequence, with_class_of
 
 __all__ = ["LAST", "MergeTable", "MicroBatchWeights", "fitting", "merged"]
 
@@ -93,7 +93,7 @@ def _merged(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
             return _concatenated(values, dim=int(rule.removeprefix("concatenate") or 0))
         if rule == _SHAPE:
             return _shape(values)
-        return _figure(rule, values, weights)
+        return with_class_of(values[0], _figure(rule, values, weights))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
@@ -103,7 +103,7 @@ def _merged(rule: str, values: Sequence[Any], weights: MicroBatchWeights) -> Any
 def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(values), dim)
+        return with_class_of(first, torch.cat(list(values), dim))
     if isinstance(first, np.ndarray):
         return np.concatenate(list(values), dim)
     if isinstance(first, (list, tuple)) and dim == 0:
@@ -194,11 +194,9 @@ def _largest(values: Sequence[Any]) -> float:
 
 
 def _near(value: Any) -> Any:
-    """Return a small tensor on the host, and anything else as it is.
-
-    The dozen comparisons that follow then wait for the device once.
-    """
-    return value.detach().cpu() if isinstance(value, Tensor) and value.numel() <= _SMALL else value
+    """Return a small tensor on the host, so that comparisons wait for the device once; anything else as it is."""
+    is_small = isinstance(value, Tensor) and value.numel() <= _SMALL
+    return with_class_of(value, value.detach().cpu()) if is_small else value
 
 
 def _concatenations(values: Sequence[Any], whole: Any) -> Sequence[str]:

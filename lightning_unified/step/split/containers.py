@@ -2,12 +2,13 @@
 
 import copy
 import dataclasses
+import enum
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "is_tensor_collection",
     "joined",
     "tensors_in",
+    "with_class_of",
     "with_entries",
     "with_fields",
     "with_items",
@@ -136,3 +138,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 yield entry
             else:
                 yield from tensors_in(entry)
+
+
+def with_class_of(like: Any, tensor: Any) -> Any:
+    """Return a plain `tensor` in the class of `like`, with its attributes, such as torchvision's `Image`.
+
+    Slices of such tensors are plain ones. A tensor stays plain if `like` has attributes that may have rows. Any other value is returned as it is.
+    """
+    if (
+        type(tensor) is not Tensor
+        or type(like) is Tensor
+        or not isinstance(like, Tensor)
+        or isinstance(like, nn.Parameter)
+    ):
+        return tensor
+    attributes = vars(like)
+    if not all(isinstance(one, (*PLAIN, enum.Enum)) or _is_tuple_of_plain(one) for one in attributes.values()):
+        return tensor
+    made = tensor.as_subclass(type(like))
+    vars(made).update(attributes)
+    return made
+
+
+def _is_tuple_of_plain(value: Any) -> bool:
+    return isinstance(value, tuple) and is_list_of_plain(value)

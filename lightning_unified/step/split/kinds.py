@@ -1,5 +1,6 @@
 """Count and slice the rows of tensors, arrays, PyG graphs, TensorDicts and nested tensors."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.split.containers import is_tensor_collection, tensors_in
+from lightning_unified.step.split.containers import is_tensor_collection, tensors_in, with_class_of
 
-__all__ = ["TENSOR", "TENSOR_COLLECTION", "Kind", "kind_of"]
+__all__ = ["ARRAY_LIKE", "TENSOR", "TENSOR_COLLECTION", "Kind", "kind_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Kind:
 def kind_of(value: Any) -> Kind | None:
     """Return the kind of `value`; None without one.
 
-    Containers, plain values and objects of unknown classes have no kind.
+    Containers, plain values and objects of unknown classes have no kind. An object of an unknown class that converts to an array, such as an
+    index of pandas, has a number of rows.
     """
     if isinstance(value, Tensor):
         if value.is_nested:
@@ -47,13 +49,18 @@ def kind_of(value: Any) -> Kind | None:
         return _ARRAY
     if is_tensor_collection(value):
         return TENSOR_COLLECTION if len(value.batch_size) else None
-    if isinstance(value, Mapping) or not isinstance(getattr(value, "num_graphs", None), int):
-        return None
-    return _GRAPHS
+    if not isinstance(value, Mapping) and isinstance(getattr(value, "num_graphs", None), int):
+        return _GRAPHS
+    shape = getattr(value, "shape", None) if hasattr(type(value), "__array__") else None
+    return ARRAY_LIKE if isinstance(shape, tuple) and shape else None
 
 
 def _first_dimension(value: Any) -> int | None:
     return value.size(0) if value.dim() else None
+
+
+def _split_tensor(value: Tensor, start: int, stop: int) -> Tensor:
+    return with_class_of(value, value[start:stop])
 
 
 def _split_nested(value: Tensor, start: int, stop: int) -> Tensor:
@@ -102,7 +109,7 @@ def _keys(value: Any) -> Any:
     return keys() if callable(keys) else keys
 
 
-TENSOR = Kind(_first_dimension, lambda value, start, stop: value[start:stop], Tensor.numel)
+TENSOR = Kind(_first_dimension, _split_tensor, Tensor.numel)
 TENSOR_COLLECTION = Kind(
     lambda value: value.batch_size[0],
     lambda value, start, stop: value[start:stop],
@@ -114,6 +121,9 @@ _ARRAY = Kind(
     lambda value: value.shape[0] if value.ndim else None,
     lambda value, start, stop: value[start:stop],
     lambda value: int(value.size),
+)
+ARRAY_LIKE = Kind(  # may be shared: rows of it are not looked at, so they are not split
+    lambda value: value.shape[0], lambda value, start, stop: value[start:stop], lambda value: math.prod(value.shape)
 )
 _PACKED = Kind(lambda value: int(value.batch_sizes[0]), _split_packed, lambda value: value.data.numel())
 _GRAPHS = Kind(lambda value: value.num_graphs, _split_graphs, lambda _value: 0, _refusal_of_graphs)

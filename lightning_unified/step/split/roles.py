@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_unified.step.split.containers import PLAIN, entries_of, is_sequence, joined
-from lightning_unified.step.split.kinds import Kind, kind_of
+from lightning_unified.step.split.kinds import ARRAY_LIKE, Kind, kind_of
 from lightning_unified.step.split.samples import LoaderSamples
 
 __all__ = ["Place", "Role", "Roles", "Tag", "Trial", "may_hold_rows", "places_in", "tried"]
@@ -120,9 +120,9 @@ def tried(
     for place in following:
         if place.tag == "leaf":
             trial.roles[place.key] = Role.ROWS if place.size == rows else Role.SHARED
-            if isinstance(place.value, Tensor) and place.size is not None and samples.is_constant(place.value):
+            if place.size is not None and samples.is_constant(place.value):
                 trial.roles[place.key] = Role.SHARED
-            elif place.size != rows and place.size not in (None, 1):
+            elif place.size not in (rows, None, 1) and place.kind is not ARRAY_LIKE:
                 trial.left_over.append(place)
         elif place.tag == "list":
             known = collates if place.path == root or collates == "columns" else None

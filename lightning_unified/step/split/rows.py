@@ -8,6 +8,7 @@ from lightning_unified.micro_batches import RowRules
 from lightning_unified.step.split import refusals
 from lightning_unified.step.split.containers import PLAIN, tensors_in
 from lightning_unified.step.split.guess import assumed, guessed_rows
+from lightning_unified.step.split.kinds import ARRAY_LIKE
 from lightning_unified.step.split.roles import Place, Role, Roles, Tag, may_hold_rows, places_in
 from lightning_unified.step.split.samples import LoaderSamples, SubBatch
 from lightning_unified.step.split.sizes import BatchShape
@@ -76,6 +77,8 @@ class RowFinder:
             split += 1
             if place.size != rows:
                 off.append(place)
+            elif place.kind is ARRAY_LIKE:
+                return refusals.unknown_class(self._name, place)
             elif place.kind is not None and (why := place.kind.refusal(place.value)) is not None:
                 return refusals.unsplittable(self._name, why)
         if off:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_unified.step.split.containers import entries_of
+from lightning_unified.step.split.kinds import ARRAY_LIKE, kind_of
 
 __all__ = ["UNKNOWN", "LoaderSamples", "SubBatch", "samples_by_path", "samples_of"]
 
@@ -33,16 +34,16 @@ class LoaderSamples:
     collates: Literal["columns", "rows"] | None = None
     constants: tuple[Any, ...] = field(default=(), repr=False)
 
-    def is_constant(self, tensor: Tensor) -> bool:
-        """Return whether the loader holds `tensor` itself, or an equal one of real numbers."""
-        if any(one is tensor for one in self.constants):
+    def is_constant(self, value: Any) -> bool:
+        """Return whether the loader holds `value` itself, or an equal tensor of real numbers."""
+        if not isinstance(value, np.ndarray) and any(one is value for one in self.constants):
             return True
-        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
             return False
-        alike = [one for one in self.constants if tuple(one.shape) == tuple(tensor.shape)]
-        if not alike or bool((tensor == tensor.flatten()[0]).all()):
+        alike = [one for one in self.constants if tuple(one.shape) == tuple(value.shape) and _has_numbers(one)]
+        if value.layout != torch.strided or not alike or bool((value == value.flatten()[0]).all()):
             return False  # a constant tensor may equal another by chance, such as labels all zero or all one
-        return any(torch.equal(torch.as_tensor(one).to(tensor), tensor) for one in alike)
+        return any(torch.equal(torch.as_tensor(one).to(value), value) for one in alike)
 
 
 UNKNOWN = LoaderSamples()
@@ -141,7 +142,7 @@ def _length(sampler: Any) -> int | None:
 
 
 def _constants(collate: Any, dataset: Any) -> Iterator[Any]:
-    """Yield tensors and arrays that `collate` names or `dataset` holds.
+    """Yield tensors, arrays and the like that `collate` names or `dataset` holds.
 
     Data with one entry per sample are skipped.
     """
@@ -153,8 +154,13 @@ def _constants(collate: Any, dataset: Any) -> Iterator[Any]:
     if samples is not None:  # a dataset without a length may yield its tensors themselves as samples
         held += [*_values_of(dataset), *_named_by(getattr(type(dataset), "__getitem__", None))]
     for value in held:
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim and len(value) not in everything:
+        is_array = isinstance(value, (Tensor, np.ndarray)) or kind_of(value) is ARRAY_LIKE
+        if is_array and value.shape and value.shape[0] not in everything:
             yield value
+
+
+def _has_numbers(constant: Any) -> bool:
+    return isinstance(constant, Tensor) or (isinstance(constant, np.ndarray) and constant.dtype.kind in "biuf")
 
 
 def _named_by(function: Any) -> Iterator[Any]:

@@ -5,9 +5,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_unified import MicroBatchRules, RowRules
 from lightning_unified.errors import SplitError
@@ -41,6 +42,37 @@ class Custom(BatchSampler):
     pass
 
 
+class Index:
+    """Names of columns, as pandas holds them: it converts to an array, which it holds."""
+
+    def __init__(self, *names):
+        self.values = np.array(names)
+
+    shape = property(lambda self: self.values.shape)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+    def __getitem__(self, key):
+        return self.values[key]
+
+
+class Table(Dataset):
+    """Rows beside the names of their columns."""
+
+    def __init__(self, *names):
+        self.columns, self.rows = Index(*names), torch.zeros(18, len(names))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def collated(self, rows):
+        return {"rows": torch.stack(rows), "columns": self.columns}
+
+
 def plain(rows):
     """Collate as users do; nothing tells whether lists are rows or columns."""
     return rows
@@ -72,6 +104,35 @@ def test_a_shared_tensor_stays_shared_when_a_batch_has_as_many_rows():
 
     part = one.split({"x": torch.zeros(3, 2), "w": torch.zeros(3)}, 0, 1, rows=3)
     assert part["x"].shape == (1, 2) and part["w"].shape == (3,)
+
+
+def test_an_index_of_another_length_is_shared():
+    one = splitter(of(8, 18))
+    assert halves(one, {"x": torch.zeros(8, 2), "columns": Index("a", "b")})["columns"].shape == (2,)
+
+    part = one.split({"x": torch.zeros(2, 2), "columns": Index("a", "b")}, 0, 1, rows=2)
+    assert part["x"].shape == (1, 2) and part["columns"].shape == (2,)
+
+
+def test_an_index_with_an_entry_a_row_is_refused_unless_the_dataset_holds_it():
+    with pytest.raises(
+        SplitError, match=r"'columns' .* type Index, whose rows cannot be inferred; .*shared=\('columns',\)"
+    ):
+        halves(splitter(of(2, 18)), {"x": torch.zeros(2, 2), "columns": Index("a", "b")})
+
+    table = Table("a", "b")
+    loader = DataLoader(table, batch_size=2, collate_fn=table.collated)
+    part = halves(splitter(loader), next(iter(loader)))
+    assert part["rows"].shape == (1, 2) and part["columns"].shape == (2,)
+
+
+def test_texts_that_a_dataset_holds_are_no_constants_of_numbers():
+    table = Table("a", "b")
+    table.names = np.array(["red", "blue"])
+    labels = torch.tensor([0.5, 1.5])
+    assert halves(splitter(DataLoader(table, batch_size=2)), {"x": torch.zeros(2, 2), "y": labels})["y"].tolist() == [
+        0.5
+    ]
 
 
 def test_a_list_of_columns_stays_one_when_a_batch_has_as_many_rows():

@@ -16,7 +16,7 @@ from lightning_unified.options.activation_checkpointing import ALL, Checkpointed
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup
 from lightning_unified.step.exactness.losses import LossRule, give_other_shares
-from lightning_unified.step.exactness.rows import Check, splits_of, starts_of
+from lightning_unified.step.exactness.rows import Check, starts_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.all_rows import AllRows
 from lightning_unified.step.exactness.trials.comparison import Trial
@@ -290,12 +290,12 @@ class Examination:
 
     def _told(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings:
         """Repeat a check on other rows while rules are left for a summand of the loss that differ for this batch."""
-        splits, half = splits_of(trial.rows // check.unit, least=check.least), max(trial.rows // 2, check.unit)
+        splits, half = check.splits(trial.rows // check.unit), max(trial.rows // 2, check.unit)
         for number in range(_MORE if found.agreeing[0].has_several else 0):
             if not self._is_open(check, found.agreeing[0]):
                 break
             start = (trial.start + (number + 1) * half) % (check.rows - trial.rows + 1) // check.unit * check.unit
-            sizes = [check.unit * one for one in splits[number % len(splits)]]
+            sizes = splits[number % len(splits)]
             other = judge.findings(replace(trial, start=start, split=sizes), found.agreeing, since=check.since)
             found = found if isinstance(other, str) else found.joined(other)
         return found

@@ -148,6 +148,33 @@ def test_no_single_row_runs_in_a_check_unless_it_does_in_training(checks):
         run(Squeezed, batches(number=3), strategy=UnifiedStrategy(micro_batch_size=1))
 
 
+class Paired(Net):
+    """Fails on a single row, as a step that drops its dimension and counts the others."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"])[:, :1].squeeze()
+        return F.mse_loss(out, batch["y"].to(out)) + 0.0 * out.shape[0]
+
+
+class Centred(Paired):
+    def training_step(self, batch, batch_idx):
+        return super().training_step({**batch, "x": batch["x"] - batch["x"].mean(0)}, batch_idx)
+
+
+@pytest.mark.parametrize("rows", [4, 5, 6])
+def test_a_short_batch_whose_step_fails_on_a_single_row_is_checked_as_it_is_split(rows, checks):
+    data = batches(number=6).dataset
+    loader = [range(8), range(8, 8 + rows)]
+    plain, split = (
+        run(Paired, DataLoader(data, batch_sampler=loader), strategy=strategy)[0]
+        for strategy in ("auto", UnifiedStrategy(micro_batch_size=3))
+    )
+
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-12)
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        run(Centred, DataLoader(data, batch_sampler=loader[1:]), strategy=UnifiedStrategy(micro_batch_size=3))
+
+
 def test_the_first_micro_batch_of_one_row_is_checked(checks):
     data = batches(number=6).dataset
     ends = [0, 8, 16, 24, 32, 40, 43]  # micro-batches of two rows, and at last of two and one
