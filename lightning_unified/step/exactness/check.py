@@ -17,7 +17,7 @@ returned and logged values, and written state. One check sees only a sample of t
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -37,17 +37,14 @@ from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.rows import Check, starts_of
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import UNITS, Examination
+from lightning_unified.step.exactness.trials.examination import UNITS, Examination, compared
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchSplitter
-from lightning_unified.terminal import activity
 
 __all__ = ["ExactnessCheck"]
-
-Found = TypeVar("Found")
 
 _THIN = 16  # batches checked while a single micro-batch of each check had a gradient; judgement
 _RETRIES = 3  # undecided checks in a row that are repeated on the next batch; after that the schedule decides
@@ -305,7 +302,7 @@ class ExactnessCheck:
         self._make_room()
         check = self._new_check(asked)
         rules = self._agreed.agreeing or check.rules
-        found = _compared(lambda: Findings.of_losses(self._examination.rules_of_all_rows(check, rules)))
+        found = compared(lambda: Findings.of_losses(self._examination.rules_of_all_rows(check, rules)))
         left = self._group.agreed(found, rules)
         if self._verdict is not None:
             self._verdict = self._verdict.under(self._agreed.keep(left)).without_rules_for(self._unmergeable)
@@ -314,7 +311,7 @@ class ExactnessCheck:
         """Return the findings of all processes, or why they are undecided; and the rules of the check."""
         check, known = self._new_check(asked), frozenset(self._runner.scorings)
         self._runner.scorings.clear()
-        found = _compared(lambda: self._examination.findings(check))
+        found = compared(lambda: self._examination.findings(check))
         self.host_figures.ignored |= {one.ignore_index for one in self._runner.scorings}
         is_new = self._group.anywhere(not self._runner.scorings <= known)
         may_lack = is_new and tries > 1  # rules: the labels that the loss ignores, or its class weights
@@ -345,12 +342,3 @@ class ExactnessCheck:
         self._passes = self._passes.after(found, reads_gradients=self._runner.reads_gradients)
         self._verdict = Verdict.found(found, self._unmergeable, self._passes)
         return range(found.first, found.first + found.rows)
-
-
-def _compared(compare: Callable[[], Found]) -> Found | SplitError:
-    """Return what a comparison of whole and split rows finds, or its refusal."""
-    with activity("comparing whole and split rows"):
-        try:
-            return compare()
-        except SplitError as refusal:
-            return refusal

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -25,8 +25,11 @@ from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchSplitter, split_rows
+from lightning_unified.terminal import activity
 
-__all__ = ["UNITS", "Examination"]
+__all__ = ["UNITS", "Examination", "compared"]
+
+Found = TypeVar("Found")
 
 log = logging.getLogger("lightning_unified")
 
@@ -314,3 +317,12 @@ class Examination:
         return sizes, [
             self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places
         ]
+
+
+def compared(compare: Callable[[], Found]) -> Found | SplitError:
+    """Return what a comparison of whole and split rows finds, or its refusal."""
+    with activity("comparing whole and split rows"):
+        try:
+            return compare()
+        except SplitError as refusal:
+            return refusal
