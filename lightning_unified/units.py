@@ -1,11 +1,11 @@
-"""Units: bytes parsed and formatted, durations formatted."""
+"""Units: bytes parsed and formatted, durations and rows formatted."""
 
 import math
 import re
 
 from lightning_unified.errors import BudgetError
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_duration", "parse_bytes"]
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_duration", "format_rows", "parse_bytes"]
 
 KIB = 2**10
 MIB = 2**20
@@ -81,3 +81,8 @@ def format_duration(seconds: float | None) -> str:
     hours, minutes = divmod(round(seconds / 60), 60)
     days, rest = divmod(hours, 24)
     return f"{hours} h {minutes} min" if hours < 48 else f"{days} d {rest} h"
+
+
+def format_rows(count: int) -> str:
+    """Format a number of rows: `"1 row"`, `"8 rows"`."""
+    return f"{count} row{'s' * (count != 1)}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.units import format_rows
 
 __all__ = ["Candidate", "Choice", "Option", "Sizes", "Taken", "describe_split", "even_splits", "what_would_fit"]
 
@@ -144,7 +145,7 @@ def describe_split(micro_batch_size: int, num_micro_batches: int) -> str:
 
     Micro-batches of unequal size differ by one unit.
     """
-    rows = f"{micro_batch_size} row{'s' * (micro_batch_size != 1)}"
+    rows = format_rows(micro_batch_size)
     if num_micro_batches == 1:
         return f"the whole batch of {rows} at once"
     return f"{num_micro_batches} micro-batches of {'up to ' * (micro_batch_size != 1)}{rows}"

@@ -40,6 +40,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.policy.gpu_faults import shorten_command_buffers
 from lightning_unified.step.recovery.snapshot import StateCopies
 from lightning_unified.step.split import BatchShape
+from lightning_unified.units import format_rows
 
 __all__ = ["FaultCheckedOptimization"]
 
@@ -241,7 +242,7 @@ class FaultCheckedOptimization(UnifiedOptimization):
             return
         self._repeated += 1
         if self._repeated > _REPETITIONS:
-            rows = "unknown size" if shape is None else f"{self._policy.sizes.micro_batch_size(shape)} rows"
+            rows = "unknown size" if shape is None else format_rows(self._policy.sizes.micro_batch_size(shape))
             text = _PERSISTS.format(count=self._repeated, rows=rows, found=found, saved=self._save())
             raise GpuFaultError(text)
         self._is_shortened = True

@@ -4,6 +4,7 @@ import logging
 
 from lightning_unified.step.policy.memory_policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
+from lightning_unified.units import format_rows
 
 __all__ = ["shorten_command_buffers"]
 
@@ -31,9 +32,7 @@ def shorten_command_buffers(policy: MemoryPolicy, shape: BatchShape | None, *, p
         if not policy.splits.refuses(shape.rows) and sizes.failed(shape, room_bytes=None):
             if policy.splits.verdict is None and sizing.before_overrun is None:
                 sizing.before_overrun = before
-            what_next = (
-                f"with micro-batches of {sizes.micro_batch_size(shape)} rows and a wait for the device after each pass"
-            )
+            what_next = f"with micro-batches of {format_rows(sizes.micro_batch_size(shape))} and a wait for the device after each pass"
             sizing.changed_by = f"smaller: the GPU lost work in {where}"
     policy.recoveries += 1
     policy.events.append(f"GPU fault in {where}: {found}; repeated {what_next}")

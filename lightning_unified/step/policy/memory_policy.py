@@ -22,6 +22,7 @@ from lightning_unified.step.recovery.oom import caught, requested_bytes
 from lightning_unified.step.recovery.sizes import MicroBatchSize
 from lightning_unified.step.recovery.small_budgets import refuse_budget_below_process, refuse_small_budget
 from lightning_unified.step.split import BatchShape, positions
+from lightning_unified.units import format_rows
 
 __all__ = ["STAGES", "MemoryPolicy"]
 
@@ -167,10 +168,10 @@ class MemoryPolicy:
         self.recoveries += 1
         what_next = "after clearing caches"
         if shrunk and shape is not None:
-            what_next = f"with micro-batches of {sizes.micro_batch_size(shape)} rows"
+            what_next = f"with micro-batches of {format_rows(sizes.micro_batch_size(shape))}"
         if recomputes:
             what_next = f"with activations recomputed ({self.recomputation.reason})"
-        size = "the whole batch" if failed is None else f"a micro-batch of {failed} rows"
+        size = "the whole batch" if failed is None else f"a micro-batch of {format_rows(failed)}"
         event = f"out of memory in {phase} with {size}; repeated {what_next}"
         if shrunk and phase not in STAGES:
             self.sizing.changed_by = f"smaller: {event}"

@@ -15,6 +15,7 @@ from lightning_unified.step.recovery.kept import KeptMemory
 from lightning_unified.step.recovery.sizes import MicroBatchSize
 from lightning_unified.step.recovery.sizes_file import SizesFile, fingerprint
 from lightning_unified.step.split import BatchShape
+from lightning_unified.units import format_rows
 
 __all__ = ["MicroBatchSizing"]
 
@@ -99,7 +100,9 @@ class MicroBatchSizing:
         """Record that a batch ran, and grow the size if there is more memory than when it failed."""
         asked = self.training.asked
         if self.largest is None and asked is not None and asked > shape.rows:
-            self._events.append(f"micro_batch_size={asked} exceeds the batch of {shape.rows} rows, so it runs whole")
+            self._events.append(
+                f"micro_batch_size={asked} exceeds the batch of {format_rows(shape.rows)}, so it runs whole"
+            )
             log.warning("%s. Give fewer rows to split it.", self._events[-1])
         if self.largest is None or shape.rows >= self.largest.rows:
             self.largest = shape
@@ -125,7 +128,7 @@ class MicroBatchSizing:
             else:
                 shrunk = self._halve(shape, has_failed=has_failed)
                 rows = self.training.micro_batch_size(shape)
-                outcome = f"micro-batches of {rows} rows from here on" if shrunk else "nothing left to shrink"
+                outcome = f"micro-batches of {format_rows(rows)} from here on" if shrunk else "nothing left to shrink"
         except SplitError:  # memory has not run out: a batch that does not split exactly stays whole
             outcome = _UNSPLITTABLE
         if shrunk:
@@ -158,9 +161,10 @@ class MicroBatchSizing:
         return grown
 
     def _report_growth(self, reason: str) -> None:
-        rows = self.micro_batch_size
-        self.changed_by = f"larger again: {reason}; micro-batches of {rows} rows"
-        self._events.append(f"{reason}; micro-batches of {rows} rows from here on")
+        assert self.largest is not None
+        rows = format_rows(self.training.micro_batch_size(self.largest))
+        self.changed_by = f"larger again: {reason}; micro-batches of {rows}"
+        self._events.append(f"{reason}; micro-batches of {rows} from here on")
         log.info("%s", self._events[-1])
 
     def recompute_everything(self, why: str) -> bool:

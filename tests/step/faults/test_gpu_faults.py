@@ -189,9 +189,7 @@ def test_lost_weights_without_a_copy_stop_the_run_and_are_not_saved(tmp_path):
 
 def test_a_fault_that_persists_stops_with_a_checkpoint_that_resumes(tmp_path):
     strikes = Strikes("forward", times=99)
-    with pytest.raises(
-        GpuFaultError, match=r"5 times in a row, .*micro-batches of 1 rows .*gpu_fault\.ckpt holds them"
-    ):
+    with pytest.raises(GpuFaultError, match=r"5 times in a row, .*micro-batches of 1 row .*gpu_fault\.ckpt holds them"):
         train(tmp_path, strikes)
     saved = tmp_path / "gpu_fault.ckpt"
     held = torch.load(saved, weights_only=False)

@@ -293,7 +293,7 @@ def test_shrinking_on_request_halves_the_size_in_use_and_says_why():
     assert strategy.events == [
         "asked too early; no batch that can be split has run yet",
         "somebody needs memory; micro-batches of 2 rows from here on",
-        "somebody needs memory; micro-batches of 1 rows from here on",
+        "somebody needs memory; micro-batches of 1 row from here on",
         "somebody needs memory; nothing left to shrink",
     ]
     assert strategy.plan.reasons["micro_batch_size"] == "as asked, then smaller: somebody needs memory"

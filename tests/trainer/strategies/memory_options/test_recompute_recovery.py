@@ -37,7 +37,7 @@ def test_a_batch_is_first_split_as_small_as_possible_and_sizes_are_then_found_an
     assert [text.split(" (")[0] for text in repeats[:4]] == [
         " repeated with micro-batches of 4 rows",
         " repeated with micro-batches of 2 rows",
-        " repeated with micro-batches of 1 rows",
+        " repeated with micro-batches of 1 row",
         " repeated with activations recomputed",
     ]
     assert trainer.strategy.micro_batch_size == 1
