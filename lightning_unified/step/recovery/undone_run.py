@@ -31,6 +31,7 @@ __all__ = [
     "gradient_of_step",
     "only_drops",
     "owns_dropout",
+    "parameters_of_optimizers",
     "parameters_of_step",
     "state_of_step",
 ]
@@ -194,10 +195,15 @@ def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
     return _parameters(trainer, modules_of(trainer.lightning_module))
 
 
-def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tensor]:
+def parameters_of_optimizers(trainer: L.Trainer) -> list[Tensor]:
+    """Return the parameters that the optimizers hold."""
     groups = (group["params"] for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups)
+    return [*chain.from_iterable(groups)]
+
+
+def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tensor]:
     owned = (child._parameters.values() for child in children)
-    written = (one for one in chain.from_iterable(groups) if not isinstance(one, DTensor))
+    written = (one for one in parameters_of_optimizers(trainer) if not isinstance(one, DTensor))
     both = (one for one in chain(chain.from_iterable(owned), written) if one is not None)
     return list({id(parameter): parameter for parameter in both}.values())
 

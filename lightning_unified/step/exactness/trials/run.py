@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -52,6 +51,7 @@ from lightning_unified.step.recovery.undone_run import (
     Undone,
     draws_or_mixes,
     only_drops,
+    parameters_of_optimizers,
     parameters_of_step,
     state_of_step,
 )
@@ -274,10 +274,7 @@ class Runner:
         result.closure_loss = None
         if (after := used.written) is not None:
             raise refusal_of_writes(type(self.module).__name__, self._named(after))
-        groups = [
-            group["params"] for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups
-        ]
-        own = set(map(id, chain.from_iterable(groups)))  # what a step writes to others is state, and undone
+        own = set(map(id, parameters_of_optimizers(self._trainer)))  # what a step writes to others is state, and undone
         moved = (one for one in used.moved if id(one) in own and not self._renormed.wrote(one))
         self._moved = frozenset(map(self._named, moved))
         return result, stepped, summands
