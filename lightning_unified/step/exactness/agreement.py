@@ -17,6 +17,7 @@ from lightning_unified.step.exactness.losses import (
     declared,
     give_other_shares,
     guesses,
+    guesses_by_divisor,
     guesses_of_whole_losses,
     restored,
 )
@@ -67,7 +68,8 @@ class AgreedRules:
         if declared(self._rules) is not None:
             return []
         named = candidates(batch, rows, ignored, scorings)
-        found = [*named, *(one.at_least(1.0) for one in named if one.count is not None), *guesses(batch, rows)]
+        guessed = (*guesses(batch, rows), *guesses_by_divisor(batch, rows))
+        found = [*named, *(one.at_least(1.0) for one in named if one.count is not None), *guessed]
         return [*{rule.name: rule for rule in reversed(found)}.values()][::-1]
 
     def add(self, found: Findings) -> None:
@@ -78,7 +80,7 @@ class AgreedRules:
     @property
     def are_several(self) -> bool:
         """Whether several rules are left for the loss, or for one of its summands."""
-        return len(self.agreeing) > 1 or any(len(one.rules) > 1 for rule in self.agreeing for one in rule.summands)
+        return len(self.agreeing) > 1 or any(rule.has_several for rule in self.agreeing)
 
     @property
     def first(self) -> str:
@@ -94,7 +96,7 @@ class AgreedRules:
 
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
         """Return whether two of the agreeing rules weight the micro-batches differently."""
-        own = [one.rules for rule in self.agreeing for one in rule.summands]
+        own = [one.rules for rule in self.agreeing for one in rule.summands if one.is_open]
         return any(give_other_shares(rules, batches, sizes) for rules in (self.agreeing, *own))
 
     def state_dict(self) -> dict[str, Any]:

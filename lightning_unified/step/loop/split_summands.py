@@ -12,8 +12,8 @@ from lightning_unified.step.exactness.losses import LossRule, Weighting
 from lightning_unified.step.exactness.losses.summands import (
     REST,
     StepSummands,
-    Summand,
     are_proportional,
+    keys_by_terms,
     scale_summands,
 )
 
@@ -35,6 +35,7 @@ class SplitSummands:
     def __init__(self, reader: StepSummands, weighting: Weighting, rule: LossRule, *, whose: str) -> None:
         self._reader, self._weighting, self._whose = reader, weighting, whose
         self._divided = {one.key for one in rule.summands if one.is_divided}
+        self._zeros = {one.key for one in rule.summands if one.is_zero}
         self.begin()
 
     def begin(self) -> None:
@@ -50,15 +51,14 @@ class SplitSummands:
 
     def weigh(self, index: int, loss: Tensor) -> Tensor:
         """Let the backward pass of a micro-batch's loss weight its summands; return its share of the batch's loss."""
-        found = self._reader.of(loss)
-        if REST not in self._weighting.summands:
+        found, of = self._reader.of(loss), self._weighting.summands
+        if REST not in of:
             self._rests += [(one.value, loss.detach()) for one in found if one.key == REST and one.value is not None]
-            found = [one for one in found if one.key != REST]
-        keys = self._keys_of(index, found)
-        if keys is None:
+        keys = keys_by_terms([one.key for one in found], self._weighting.has_terms(index)) if found else None
+        if keys is None or any(key in self._zeros and not one.is_zero for key, one in zip(keys, found, strict=True)):
             self._unknown[index] = ", ".join(one.key for one in found if one.key != REST) or "none that is known"
             return loss.detach()
-        factors = [self._weighting.summands[key][index] for key in keys]
+        factors = [of[key][index] if key in of else 1.0 for key in keys]
         scale_summands(found, factors)
         for key, one, factor in zip(keys, found, factors, strict=True):
             if factor == 0 and one.value is not None:
@@ -68,19 +68,6 @@ class SplitSummands:
                 self._divisors.setdefault(key, []).append((divisor.reshape(()), factor))
         values = {key: one.value for key, one in zip(keys, found, strict=True) if one.value is not None}
         return self._weighting.note(index, values).to(loss.dtype)
-
-    def _keys_of(self, index: int, found: Sequence[Summand]) -> list[str] | None:
-        """Return the keys of a micro-batch's summands; None if one is unknown, or one with terms is missing.
-
-        Of summands that are alike, those without terms in this micro-batch may be missing.
-        """
-        known = self._weighting.summands
-        own = [one.key for one in found]
-        missing = [key for key in known if key not in own and key != REST]
-        if any(not self._weighting.lacks(key, index) for key in missing):
-            return _without_terms(own, has_terms={key: not self._weighting.lacks(key, index) for key in known})
-        is_known = found and known.keys() >= {*own}
-        return own if is_known else None
 
     def lacking(self) -> list[int]:
         """Return the micro-batches with a summand that has no terms and a value all the same, after all have run."""
@@ -108,27 +95,6 @@ class SplitSummands:
                 f"the loss of {self._whose} adds up other summands in micro-batch {index} than in all batches that were checked: {named}. So its weights are not "
                 "known. Let the step add up the same summands for any rows, outside of a compiled function, or declare MicroBatchRules(splittable=False) to run batches whole."
             )
-
-
-def _without_terms(own: Sequence[str], *, has_terms: dict[str, bool]) -> list[str] | None:
-    """Return the keys of alike summands that have terms; None if their number differs."""
-    counts: dict[str, int] = {}
-    for key in own:
-        counts[_kind(key)] = counts.get(_kind(key), 0) + 1
-    left = {kind: [key for key in has_terms if _kind(key) == kind] for kind in counts}
-    for kind, count in counts.items():
-        if len(left[kind]) > count:
-            left[kind] = [key for key in left[kind] if has_terms[key]]
-        if len(left[kind]) != count:
-            return None
-    missing = [key for key, has in has_terms.items() if has and _kind(key) not in counts and key != REST]
-    if missing:
-        return None
-    return [left[_kind(key)].pop(0) for key in own]
-
-
-def _kind(key: str) -> str:
-    return key.partition(" (")[0]
 
 
 def _on_host(numbers: Sequence[Tensor]) -> list[float]:

@@ -42,6 +42,7 @@ class Terms:
         kind: Another way to count: `"total"` of the entries, entries `"above 0"` or `"finite"`, `"finite rows"`, `"rows with an entry"` other
             than 0, `"places up to"` an index in each row, `"lengths"` of the rows' entries, or entries of the class `"only <class>"`; empty for none.
         weights: The weight of each class, if the entries are classes; then the number of terms is the sum of their weights.
+        column: The column of the field whose entries count; None for all.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Terms:
     size: str = ""
     kind: str = ""
     weights: tuple[float, ...] = ()
+    column: int | None = None
 
     def __call__(self, micro_batch: Any) -> Any:
         """Return the number of terms; 0 if the micro-batch lacks the field.
@@ -63,6 +65,7 @@ class Terms:
         leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0
+        leaf = leaf if self.column is None else leaf[:, self.column]
         leaf = leaf[:, max(self.shift, 0) : min(self.shift, 0) or None] if self.shift else leaf
         if self.kind in _MARKS:
             leaf = _MARKS[self.kind](leaf)

@@ -1,10 +1,17 @@
 """Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
-from lightning_unified.step.exactness.losses.candidates import candidates, guesses, guesses_of_whole_losses, may_count
+from lightning_unified.step.exactness.losses.candidates import (
+    candidates,
+    guesses,
+    guesses_by_divisor,
+    guesses_of_whole_losses,
+    may_count,
+)
 from lightning_unified.step.exactness.losses.rules import LossRule, SummandRule, declared, likeliest, restored
 from lightning_unified.step.exactness.losses.weighting import (
     Weighting,
     give_other_shares,
+    lacking,
     require_counts,
     share_of,
     shares,
@@ -20,7 +27,9 @@ __all__ = [
     "declared",
     "give_other_shares",
     "guesses",
+    "guesses_by_divisor",
     "guesses_of_whole_losses",
+    "lacking",
     "likeliest",
     "may_count",
     "require_counts",

@@ -14,14 +14,17 @@ from lightning_unified.step.exactness.facts.labels import Scoring
 from lightning_unified.step.exactness.facts.terms import Terms
 from lightning_unified.step.exactness.losses.rules import LossRule
 
-__all__ = ["candidates", "guesses", "guesses_of_whole_losses", "may_count"]
+__all__ = ["candidates", "guesses", "guesses_by_divisor", "guesses_of_whole_losses", "may_count"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABELS = ("labels", "label", "targets", "target")
 _WEIGHTS = ("weight", "mask")
 _COUNTS = ("len", "count", "num", "size", "frames")  # in names of fields
 _CLASSES = 8  # judgement: a loss seldom tells apart more classes by masks
 _NAMED = 4  # class weights that a rule's name shows
+_COLUMNS = 16  # judgement: labels of more tasks are seldom counted by task
+_BY_DIVISOR: dict[str, Any] = {"is_guess": True, "is_by_divisor": True}
 _AHEAD = 4  # judgement: tokens that heads of a language model predict ahead
 # labels that losses ignore: torch's default, padding, "no class", segmentation's void
 _LEFT_OUT = (IGNORED, 0, -1, 255)
@@ -97,6 +100,35 @@ def guesses_of_whole_losses(batch: Any, rows: int) -> Iterator[LossRule]:
         if tensor.dim() == 1 and least >= 0 and not _is_count(path, tensor):
             yield LossRule(f"places up to {path!r}", Terms(path, kind="places up to"), is_guess=True)
         yield from _of_classes(path, tensor, least, most)
+
+
+def guesses_by_divisor(batch: Any, rows: int) -> Iterator[LossRule]:
+    """Yield the loss rules that only the divisor of a summand, in autograd's graph, tells from chance.
+
+    They count the zeros of a mask, the entries of one class and those of all others, and all of these in one column of a field.
+    """
+    for path, tensor in _fields_of_numbers(batch, rows, (*_INTEGERS, torch.bool, *_FLOATS)):
+        yield from _of_values(tensor, repr(path), Terms(path))
+        if tensor.dim() == 2 and 1 < tensor.shape[1] <= _COLUMNS:
+            for column in range(tensor.shape[1]):
+                own = f"column {column} of {path!r}"
+                yield from _of_values(tensor[:, column], own, Terms(path, column=column))
+
+
+def _of_values(tensor: Tensor, named: str, terms: Terms) -> Iterator[LossRule]:
+    """Yield the rules that count single values of a field, or all others, and finite ones."""
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        yield LossRule(f"entries of {named} that are finite", replace(terms, kind="finite"), **_BY_DIVISOR)
+        return
+    if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
+        return
+    least, most = (float(one) for one in (tensor.byte() if tensor.dtype == torch.bool else tensor).aminmax())
+    values = tensor.unique().tolist() if 0 < most - least < _CLASSES else []
+    for value in map(int, values):
+        yield LossRule(f"entries of {named} that are {value}", replace(terms, kind=f"only {value}"), **_BY_DIVISOR)
+        if len(values) > 2:  # else all but the other one
+            other = replace(terms, left_out=value)
+            yield LossRule(f"entries of {named} other than {value}", other, **_BY_DIVISOR)
 
 
 def _fields_of_numbers(batch: Any, rows: int, dtypes: Collection[torch.dtype]) -> Iterator[tuple[str, Tensor]]:

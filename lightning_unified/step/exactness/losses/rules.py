@@ -25,6 +25,7 @@ class LossRule:
         adds: Whether losses add up without weights. `count` is then only the number of terms of a batch in its accumulation window.
         is_guess: Whether nothing but the numbers in a batch speaks for the rule. A check tries it only where no other rule agrees.
         least: The number of terms that stands for fewer: `loss.sum() / max(terms, 1)` has 1. Only summands have such rules.
+        is_by_divisor: Whether the rule holds only for a summand whose divisor, in autograd's graph, is proportional to its counts.
         summands: The rules of the loss's summands, each with weights of its own; empty for a loss with one weight. The summands'
             weights make the losses of micro-batches shares, which add up.
     """
@@ -34,6 +35,7 @@ class LossRule:
     adds: bool = False
     is_guess: bool = False
     least: float = 0.0
+    is_by_divisor: bool = False
     summands: "tuple[SummandRule, ...]" = ()
 
     @classmethod
@@ -54,11 +56,11 @@ class LossRule:
     @property
     def has_several(self) -> bool:
         """Whether several rules are left for a summand."""
-        return any(len(one.rules) > 1 for one in self.summands)
+        return any(one.is_open for one in self.summands)
 
     def variants(self) -> "list[LossRule]":
         """Return one rule for each choice among the weights of summands that no check has told apart."""
-        choices = [one.rules for one in self.summands]
+        choices = [one.rules if one.is_open else one.rules[:1] for one in self.summands]
         if not self.has_several or prod(map(len, choices)) > _MOST_VARIANTS:
             return [self]
         return [
@@ -70,7 +72,7 @@ class LossRule:
         """Return this rule without the weights of summands that are in none of these variants."""
         left = [{variant.summands[at].first.name for variant in variants} for at in range(len(self.summands))]
         summands = [
-            replace(one, rules=tuple(rule for rule in one.rules if rule.name in names))
+            replace(one, rules=tuple(rule for rule in one.rules if rule.name in names)) if one.is_open else one
             for one, names in zip(self.summands, left, strict=True)
         ]
         return LossRule.of_summands(summands) if self.has_several else self
@@ -84,7 +86,8 @@ class LossRule:
         """Return the rule for a checkpoint; a declared rule is saved by its name only."""
         terms = asdict(self.count) if isinstance(self.count, Terms) else None
         summands = [one.state_dict() for one in self.summands]
-        return {"name": self.name, "terms": terms, "adds": self.adds, "least": self.least, "summands": summands}
+        found = {"name": self.name, "terms": terms, "adds": self.adds, "least": self.least, "summands": summands}
+        return {**found, "is_by_divisor": self.is_by_divisor}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +100,7 @@ class SummandRule:
         rejected: The names of rules under which it differed.
         is_told: Whether a check has told these rules from all others.
         is_divided: Whether the divisor in autograd's graph was proportional to the first rule's weights.
+        is_zero: Whether the summand was multiplied by the number 0 in all checks, so that any rule holds for it.
     """
 
     key: str
@@ -104,6 +108,12 @@ class SummandRule:
     rejected: frozenset[str] = frozenset()
     is_told: bool = False
     is_divided: bool = False
+    is_zero: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether several rules are left, and it matters which holds."""
+        return len(self.rules) > 1 and not self.is_zero
 
     @property
     def first(self) -> LossRule:
@@ -114,7 +124,7 @@ class SummandRule:
         """Return the rules for a checkpoint."""
         rules = [one.state_dict() for one in self.rules]
         found = {"key": self.key, "rules": rules, "rejected": sorted(self.rejected)}
-        return {**found, "is_told": self.is_told, "is_divided": self.is_divided}
+        return {**found, "is_told": self.is_told, "is_divided": self.is_divided, "is_zero": self.is_zero}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> "SummandRule":
@@ -144,7 +154,14 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
 def _restored(state: dict[str, Any]) -> LossRule:
     count = Terms(**state["terms"]) if state["terms"] else None
     summands = tuple(map(SummandRule.restored, state.get("summands", ())))
-    return LossRule(state["name"], count, adds=state["adds"], least=state.get("least", 0.0), summands=summands)
+    return LossRule(
+        state["name"],
+        count,
+        adds=state["adds"],
+        least=state.get("least", 0.0),
+        is_by_divisor=state.get("is_by_divisor", False),
+        summands=summands,
+    )
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:

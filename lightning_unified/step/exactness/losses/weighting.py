@@ -11,7 +11,16 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses.rules import LossRule, SummandRule
 from lightning_unified.step.results.merging import MicroBatchWeights
 
-__all__ = ["Weighting", "give_other_shares", "require_counts", "share_of", "shares", "shares_differ", "with_losses"]
+__all__ = [
+    "Weighting",
+    "give_other_shares",
+    "lacking",
+    "require_counts",
+    "share_of",
+    "shares",
+    "shares_differ",
+    "with_losses",
+]
 
 _ROUNDING = 1e-9  # largest difference of two equal shares
 
@@ -53,10 +62,10 @@ def with_losses(
 def share_of(values: Mapping[str, Tensor], factors: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """Return a micro-batch's loss and its share of the batch's, given its summands and their factors.
 
-    A summand without a term may be 0 / 0; it adds nothing to the share.
+    A summand without a term may be 0 / 0; it adds nothing to the share. Nor does what has no factor.
     """
-    shares = [value * factors[key] for key, value in values.items() if factors[key]]
-    own = _total([*values.values()])
+    shares = [value * factors[key] for key, value in values.items() if factors.get(key)]
+    own = _total([*values.values()]) if values else torch.zeros(())
     return own, _total(shares) if shares else torch.zeros_like(own)
 
 
@@ -67,7 +76,7 @@ def _total(values: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _lacking(rule: LossRule, batches: Sequence[Any]) -> set[int]:
+def lacking(rule: LossRule, batches: Sequence[Any]) -> set[int]:
     """Return the micro-batches without terms."""
     if rule.count is None or rule.least:
         return set()
@@ -81,7 +90,7 @@ def _shares_of_summand(of: SummandRule, batches: Sequence[Any], rows: Sequence[i
         SplitError: If several rules may hold for it, and give other factors.
     """
     first = shares(of.first, batches, rows)
-    if any(shares_differ(first, shares(one, batches, rows)) for one in of.rules[1:]):
+    if of.is_open and any(shares_differ(first, shares(one, batches, rows)) for one in of.rules[1:]):
         raise SplitError(
             f"the loss has a summand ({of.key}) of which no check had rows that tell whether it is weighted by "
             f"{' or by '.join(one.name for one in of.rules)}, which differ for this batch. Run larger micro-batches, or declare "
@@ -131,7 +140,7 @@ class Weighting:
         self.weights = MicroBatchWeights(list(rows), terms)
         self.summands = {one.key: _shares_of_summand(one, batches, rows) for one in rule.summands}
         """For each summand with a weight of its own, the factors of the micro-batches' summands."""
-        self._lacking = {one.key: _lacking(one.first, batches) for one in rule.summands}
+        self._lacking = {one.key: lacking(one.first, batches) for one in rule.summands}
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -141,12 +150,12 @@ class Weighting:
             return self.weights
         return with_losses(self.weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
 
-    def lacks(self, key: str, index: int) -> bool:
-        """Return whether a summand has no terms in micro-batch `index`."""
-        return index in self._lacking[key]
+    def has_terms(self, index: int) -> dict[str, bool]:
+        """Return whether micro-batch `index` has terms of each summand."""
+        return {key: index not in without for key, without in self._lacking.items()}
 
     def note(self, index: int, values: Mapping[str, Tensor]) -> Tensor:
-        """Note the values of the summands of micro-batch `index`, and return its share of the loss."""
+        """Note the values of the summands of micro-batch `index`, with the rest of its loss, and return its share of the loss."""
         own, share = share_of(values, {key: factors[index] for key, factors in self.summands.items()})
         self._losses[index] = own, share
         return share

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, Weighting
-from lightning_unified.step.exactness.losses.summands import REST, Summand
+from lightning_unified.step.exactness.losses.summands import Summand, keys_by_terms
 from lightning_unified.step.exactness.tables import Tables, owner_of
 from lightning_unified.step.exactness.trials.learning import (
     entries_by_rows,
@@ -135,10 +135,14 @@ def _merged(weighting: Weighting, losses: Sequence[Tensor | None]) -> Tensor | N
 
 def _note_summands(weighting: Weighting, runs: Sequence[Sequence[Summand]]) -> None:
     """Note the summands of all micro-batches in a weighting by summands, if it has factors for them."""
-    known = weighting.summands.keys()
-    if weighting.summands and all(run and known >= {one.key for one in run} - {REST} for run in runs):
-        for index, run in enumerate(runs):
-            weighting.note(index, {one.key: one.value for one in run if one.value is not None and one.key in known})
+    if not weighting.summands or not all(runs):
+        return
+    keys = [keys_by_terms([one.key for one in run], weighting.has_terms(index)) for index, run in enumerate(runs)]
+    if None in keys:
+        return
+    for index, (own, run) in enumerate(zip(keys, runs, strict=True)):
+        pairs = zip(own or (), run, strict=True)
+        weighting.note(index, {key: one.value for key, one in pairs if one.value is not None})
 
 
 def _agree(merged: Tensor | None, whole: Tensor, parts: Sequence[Tensor], allowed: float) -> bool:

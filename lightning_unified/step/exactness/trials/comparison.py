@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -10,8 +10,15 @@ from typing import Any
 import torch
 
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.step.exactness.losses import LossRule, require_counts, share_of, shares, with_losses
-from lightning_unified.step.exactness.losses.summands import REST, RunOfSummands, SummandFit, sums_up
+from lightning_unified.step.exactness.losses import LossRule, lacking, require_counts, share_of, shares, with_losses
+from lightning_unified.step.exactness.losses.summands import (
+    REST,
+    RunOfSummands,
+    SummandFit,
+    named_by_terms,
+    possible_terms,
+    sums_up,
+)
 from lightning_unified.step.exactness.trials.run import Run
 from lightning_unified.step.results.merging import MicroBatchWeights
 
@@ -81,6 +88,16 @@ class SplitRuns:
         """The rows of each micro-batch whose gradient is not finite."""
         pairs = zip(self.sizes, self.runs, strict=True)
         return [size for size, run in pairs if not run.gradient.squares.isfinite().all()]
+
+    def counts(self, rule: LossRule) -> list[float]:
+        """Return the number of terms of each micro-batch; its rows where none is counted."""
+        is_counted = rule.count is not None and not rule.least
+        return [*map(float, map(rule.count, self.batches) if is_counted and rule.count else self.sizes)]
+
+    def has_terms(self, rule: LossRule) -> list[bool]:
+        """Return whether each micro-batch has terms that a rule counts."""
+        without = lacking(rule, self.batches)
+        return [index not in without for index in range(len(self.batches))]
 
     def shares(self, rule: LossRule) -> list[float]:
         """Return the factor of each micro-batch's loss."""
@@ -185,7 +202,7 @@ class Comparison:
 
     def _off_by_summands(self, rule: LossRule) -> Disagreement | None:
         """Return the largest difference of gradients under a rule with weights for each summand; None without."""
-        runs = self.summands
+        runs = self._summands_under(rule)
         keys = {one.key for one in rule.summands}
         if runs is None or any(not keys.issuperset(run.values) for run in runs):
             return None
@@ -217,16 +234,48 @@ class Comparison:
         is_sum = all(sums_up(one, run, self.tolerance) for one, run in zip(plain, found, strict=True))
         return found if is_sum else None
 
-    def summand_fit(self) -> SummandFit | None:
-        """Return what tries loss rules on each summand of the loss; None where it is not their sum."""
-        runs, split = self.summands, self.split
-        if runs is None:
+    def rules_of_summands(self, candidates: Sequence[LossRule], known: LossRule | None) -> Iterator[LossRule]:
+        """Yield the rules with weights for each summand under which all of them agree; none where the loss is not their sum.
+
+        Args:
+            candidates: The rules to try for each summand.
+            known: The rule of the loss so far; its summands stay.
+        """
+        if (runs := self.summands) is None:
+            return
+        own = {} if known is None else {one.key: one.rules for one in known.summands}
+        others = dict.fromkeys(runs[0].values, candidates) | {key: [*rules, *candidates] for key, rules in own.items()}
+        # alike summands of which micro-batches lack some may be named in several ways, best as they were known
+        ways = [*self._possible_terms({**others, **own}), *self._possible_terms(others), {}]
+        for terms in ways:
+            named = self._named(runs, terms) if terms else runs
+            batches, sizes = self.split.batches, self.split.sizes
+            fit = SummandFit(named[0], named[1:], batches, sizes, tolerance=self.tolerance, has_terms=terms)
+            if (found := fit.rule(candidates, known)) is not None:
+                yield found
+
+    def _possible_terms(self, pools: Mapping[str, Sequence[LossRule]]) -> Iterator[dict[str, Sequence[bool]]]:
+        """Yield in which micro-batches summands may have terms, by the rules that may hold for each."""
+        counted = {key: [self.split.counts(rule) for rule in own if self.can_count(rule)] for key, own in pools.items()}
+        return possible_terms((self.summands or ())[1:], counted)
+
+    def _named(self, runs: Sequence[RunOfSummands], terms: Mapping[str, Sequence[bool]]) -> Sequence[RunOfSummands]:
+        """Return the runs by summand, alike ones named by the micro-batches in which they have terms."""
+        always = [True] * len(self.split.sizes)
+        own = {key: terms.get(key, always) for key in dict.fromkeys((*terms, *runs[0].values))}
+        of_runs = [{key: has[at] for key, has in own.items()} for at in range(len(self.split.sizes))]
+        of_whole = {key: any(has) for key, has in own.items()}
+        return [named_by_terms(run, has) for run, has in zip(runs, [of_whole, *of_runs], strict=True)]
+
+    def _summands_under(self, rule: LossRule) -> Sequence[RunOfSummands] | None:
+        """Return the runs by summand, with those that have terms under a rule; None where the loss is not their sum."""
+        if self.summands is None:
             return None
-        return SummandFit(runs[0], runs[1:], split.batches, split.sizes, tolerance=self.tolerance)
+        return self._named(self.summands, {one.key: self.split.has_terms(one.first) for one in rule.summands})
 
     def weights(self, rule: LossRule) -> MicroBatchWeights:
         """Return the micro-batches' weights under a rule, by which their results merge."""
-        weights, runs = self.split.weights(rule), self.summands if rule.summands else None
+        weights, runs = self.split.weights(rule), self._summands_under(rule) if rule.summands else None
         if runs is None:
             return weights
         factors = {one.key: self.split.shares(one.first) for one in rule.summands}
@@ -248,4 +297,5 @@ def _by_summand(keys: Sequence[str], repeat: Callable[..., Run]) -> RunOfSummand
         gradients={key: run.gradient for key, run in runs.items()},
         values={one.key: float(one.value) for one in summands if one.value is not None},
         divisors={one.key: float(one.divisor) for one in summands if one.divisor is not None},
+        zeros={one.key for one in summands if one.is_zero},
     )

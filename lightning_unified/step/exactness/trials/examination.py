@@ -293,7 +293,9 @@ class Examination:
 
     def _told(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings:
         """Repeat a check on other rows while rules are left for a summand of the loss that differ for this batch."""
-        splits, half = check.splits(trial.rows // check.unit), max(trial.rows // 2, check.unit)
+        # the split of training, under which the rules differ, first
+        own = [self._parts(check)[0]] if trial.is_whole else []
+        splits, half = [*own, *check.splits(trial.rows // check.unit)], max(trial.rows // 2, check.unit)
         for number in range(_MORE if found.agreeing[0].has_several else 0):
             if not self._is_open(check, found.agreeing[0]):
                 break
@@ -306,7 +308,7 @@ class Examination:
     def _is_open(self, check: Check, rule: LossRule) -> bool:
         """Return whether the rules that are left for a summand of the loss differ for this batch."""
         sizes, parts = self._parts(check)
-        return any(give_other_shares(one.rules, parts, sizes) for one in rule.summands)
+        return any(one.is_open and give_other_shares(one.rules, parts, sizes) for one in rule.summands)
 
     def _parts(self, check: Check) -> tuple[Sequence[int], list[Any]]:
         """Return the rows of each micro-batch in training, and the micro-batches."""

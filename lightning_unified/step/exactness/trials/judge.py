@@ -286,15 +286,14 @@ def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Se
     if known is None and not comparison.none_agrees(rules):
         return rules
     is_sum = known is not None or (not comparison.says_nothing and len(comparison.names_of_summands) > 1)
-    fit = comparison.summand_fit() if of_summands and is_sum else None
-    found = None if fit is None else fit.rule(of_summands, known)
-    agrees = found is not None and comparison.off(found).excess <= 1
-    return [found] if found is not None and agrees else []
+    fitting = comparison.rules_of_summands(of_summands, known) if of_summands and is_sum else ()
+    found = next((one for one in fitting if comparison.off(one).excess <= 1), None)
+    return [] if found is None else [found]
 
 
 def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
     """Return whether few micro-batches had gradients, so that several rules may agree by chance."""
-    if any(not one.is_told and len(one.rules) > 1 for one in rule.summands):
+    if any(not one.is_told and one.is_open for one in rule.summands):
         return True
     return sum(not run.gradient.is_zero for run in comparison.split.runs) < 2
 

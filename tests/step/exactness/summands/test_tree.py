@@ -49,6 +49,16 @@ def test_the_values_of_summands_add_up_to_the_loss(name):
     assert float(found[-1].value) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_summand_that_is_multiplied_by_the_number_0_says_so():
+    _, found = summands(Net(), lambda net: net.one(X).mean() + 0.5 * (0 * net.two(X).mean()) + net.two(X).sum() / 3)
+
+    assert [(one.key, one.is_zero) for one in found[:-1]] == [
+        ("Mean of one", False),
+        ("Mean of two", True),
+        ("Sum of two", False),
+    ]
+
+
 class _Counting(TorchDispatchMode):
     """Sees each operation, as a simulated machine does: it gets numbers in place of tensors made of them."""
 

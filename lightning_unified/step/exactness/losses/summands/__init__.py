@@ -8,8 +8,10 @@
 | noting | all of these, for the steps of one module |
 | scaling | a factor for the gradient of each summand |
 | fitting | the loss rules of each summand, from gradients of whole and split rows |
+| alike | names for summands of one kind, where rows lack some of them |
 """
 
+from lightning_unified.step.exactness.losses.summands.alike import keys_by_terms, named_by_terms, possible_terms
 from lightning_unified.step.exactness.losses.summands.fitting import (
     RunOfSummands,
     SummandFit,
@@ -27,6 +29,9 @@ __all__ = [
     "Summand",
     "SummandFit",
     "are_proportional",
+    "keys_by_terms",
+    "named_by_terms",
+    "possible_terms",
     "scale_summands",
     "sums_up",
 ]

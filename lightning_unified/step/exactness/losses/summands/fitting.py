@@ -1,6 +1,6 @@
 """Find the weights of each summand of a loss, from gradients of whole and split rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose, isfinite
 
@@ -25,11 +25,13 @@ class RunOfSummands:
         gradients: The gradients, by the key of the summand.
         values: The values.
         divisors: The divisors, of summands whose graph holds one.
+        zeros: The summands that are multiplied by the number 0.
     """
 
     gradients: Mapping[str, GradientSample]
     values: Mapping[str, float]
     divisors: Mapping[str, float]
+    zeros: Collection[str] = ()
 
     @property
     def loss(self) -> float:
@@ -62,6 +64,7 @@ class SummandFit:
         batches: The micro-batches.
         sizes: The rows of each.
         tolerance: The tolerance for the formats of the runs.
+        has_terms: In which micro-batches summands have terms, where that is known: alike ones of which some are left out.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class SummandFit:
         sizes: Sequence[int],
         *,
         tolerance: Tolerance,
+        has_terms: Mapping[str, Sequence[bool]],
     ) -> None:
+        self._has_terms = has_terms
         self._whole, self._runs, self._batches, self._sizes, self._tolerance = whole, runs, batches, sizes, tolerance
         self._factors: dict[str, list[float] | None] = {}
 
@@ -98,16 +103,20 @@ class SummandFit:
             return None if any(run.values.get(key) for run in self._runs) else before
         pool = [*before.rules, *(one for one in candidates if one.name not in names | before.rejected)]
         pool = [one for one in pool if self._factors_of(one) is not None]
-        tried = [one for one in pool if not one.is_guess]
-        agreeing = [one for one in tried if self._agrees(key, one)]
-        if all(one.adds for one in agreeing) and self._tolerance.relative < _COARSE:  # else guesses agree by chance
-            tried = pool
-            agreeing += [replace(one, is_guess=False) for one in pool if one.is_guess and self._agrees(key, one)]
+        # which of alike summands is left out is best told by the rules that are known
+        tried, agreeing = self._agreeing(key, before.rules) if key in self._has_terms else ([], [])
+        if not agreeing:
+            tried, agreeing = self._agreeing(key, pool)
         if not agreeing:
             return None
-        rejected = before.rejected | {one.name for one in tried} - {one.name for one in agreeing}
-        first, is_told = agreeing[0], self._tells(key)
-        if is_told and self._is_constant(key):
+        rejected = before.rejected
+        if key not in self._has_terms:  # else they may agree if another of its kind is the one that is left out
+            rejected |= {one.name for one in tried} - {one.name for one in agreeing}
+        is_told, is_constant = self._tells(key), self._is_constant(key)
+        divided = [one for one in agreeing if not is_constant and self._is_divided(key, one)]
+        agreeing = divided or agreeing
+        first = agreeing[0]
+        if is_told and is_constant:
             agreeing = [first]
         elif is_told:
             agreeing = [one for one in agreeing if not self._differ(first, one)]
@@ -118,7 +127,25 @@ class SummandFit:
             rejected=rejected,
             is_told=before.is_told or is_told,
             is_divided=is_divided and (before.is_divided or not before.rules),
+            is_zero=(before.is_zero or not before.rules) and self._is_zero(key),
         )
+
+    def _agreeing(self, key: str, pool: Sequence[LossRule]) -> tuple[list[LossRule], list[LossRule]]:
+        """Return the rules that were tried on a summand, and those under which it agrees.
+
+        Guesses are tried where no other rule is proportional to the summand's divisor. Those that need no divisor are left out where others
+        agree, or rounding is coarse: some would agree by chance.
+        """
+        tried = [one for one in pool if not one.is_guess]
+        agreeing = [one for one in tried if self._agrees(key, one)]
+        if any(self._is_divided(key, one) for one in agreeing):
+            return tried, agreeing
+        if all(one.adds for one in agreeing) and self._tolerance.relative < _COARSE:
+            tried = [*pool]
+        else:
+            tried = [one for one in pool if one.is_by_divisor or not one.is_guess]
+        guessed = [replace(one, is_guess=False) for one in tried if one.is_guess and self._agrees(key, one)]
+        return tried, [*agreeing, *guessed]
 
     def _factors_of(self, rule: LossRule) -> list[float] | None:
         """Return the factors of the micro-batches under a rule; None if it does not count these."""
@@ -138,7 +165,9 @@ class SummandFit:
         """Return whether a rule gives a summand's gradient and value of all rows."""
         factors = self._factors_of(rule) or []
         pairs = [(run, factor) for run, factor in zip(self._runs, factors, strict=True) if factor]
-        if any(key not in run.values for run, _ in pairs):
+        if any(key not in run.values for run, _ in pairs) or (rule.is_by_divisor and not self._is_divided(key, rule)):
+            return False
+        if key in self._has_terms and [*self._has_terms[key]] != [bool(factor) for factor in factors]:
             return False
         value, whole = sum(run.values[key] * factor for run, factor in pairs), self._whole
         if not (isfinite(value) or isfinite(whole.values[key])):  # a mean over no terms
@@ -159,6 +188,11 @@ class SummandFit:
                 sum(size > self._tolerance.relative * abs(run.loss) for size, run in zip(sizes, found, strict=True)) > 1
             )
         return sum(not run.gradients[key].says_nothing for run in found) > 1
+
+    def _is_zero(self, key: str) -> bool:
+        """Return whether a summand is multiplied by 0 in all runs, and has a gradient of zeros."""
+        runs = [run for run in (self._whole, *self._runs) if key in run.values]
+        return all(key in run.zeros and (key not in run.gradients or run.gradients[key].is_zero) for run in runs)
 
     def _is_constant(self, key: str) -> bool:
         """Return whether a summand is the same in all micro-batches, such as a penalty of parameters."""

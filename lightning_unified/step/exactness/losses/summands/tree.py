@@ -50,6 +50,11 @@ _COPIES = {
         "T",
     )
 } | {"TransposeBackward0", "PermuteBackward0", "SqueezeBackward1"}
+# losses of single entries, whose mean divides by the number of these
+_POINTWISE = {
+    f"{name}Backward0"
+    for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
+}
 _SUMS, _MEANS = {"SumBackward0", "SumBackward1"}, {"MeanBackward0", "MeanBackward1"}
 # operations that compute a penalty of a parameter from nothing else
 _PENALTIES = (
@@ -72,6 +77,7 @@ class Summand:
         nodes: The nodes that computed it.
         value: Its share of the loss, with constant factors; None where unknown.
         divisor: The number that it is divided by, up to a constant factor; None where the graph does not hold it.
+        is_zero: Whether it is multiplied by the number 0, to keep parameters in the graph or because a schedule leaves it out.
     """
 
     key: str
@@ -79,6 +85,7 @@ class Summand:
     nodes: list[Any]
     value: Tensor | None
     divisor: Tensor | float | None = None
+    is_zero: bool = False
 
 
 def summands_of(loss: Tensor, values: Mapping[Edge, Tensor], name_of: Callable[[Tensor], str]) -> list[Summand]:
@@ -96,14 +103,17 @@ def summands_of(loss: Tensor, values: Mapping[Edge, Tensor], name_of: Callable[[
     if loss.grad_fn is None or loss.numel() != 1:
         return []
     for place, edge, factor in _added(loss.grad_fn, (loss.grad_fn, loss.output_nr), values):
+        _, all_factors = _through_factors(edge[0], factor)
+        is_zero = isinstance(all_factors, float) and all_factors == 0
         value = _value_of(edge, values)
         value = None if value is None else value.reshape(()) * factor
         if value is not None and penalties.value is not None and _is_penalty(edge[0]):
             penalties.places.append(place)
             penalties.nodes.append(edge[0])
             penalties.value = penalties.value + value
+            penalties.is_zero = is_zero and (penalties.is_zero or len(penalties.nodes) == 1)
         else:
-            found.append(Summand(_key_of(edge[0], name_of), [place], [edge[0]], value, _divisor_of(edge[0])))
+            found.append(Summand(_key_of(edge[0], name_of), [place], [edge[0]], value, _divisor_of(edge[0]), is_zero))
         if len(found) > MOST:
             return []
     found += [penalties] if penalties.places else []
@@ -287,4 +297,9 @@ def _divisor_of(node: Any) -> Any:
             return divisor * total if isinstance(total, Tensor) else None
         if name == "MeanBackward0":
             return divisor * float(saved(node, "self_sym_numel"))
+        if name in _POINTWISE:
+            entries = saved(node, "self") if saved(node, "reduction") == _MEAN else None
+            if has_factor and saved(node, "reduction") == _SUM:
+                return divisor
+            return divisor * float(entries.numel()) if isinstance(entries, Tensor) else None
     return divisor if has_factor and name in _SUMS else None

@@ -1,0 +1,148 @@
+"""Losses that add up alike means over different rows split exactly, also where micro-batches lack rows of some."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
+from tests.support.lanes import crossed
+from tests.support.modules.plain import Rows
+from tests.support.modules.summed import Summed
+from tests.support.runs.split_and_whole import run, same_cut_and_whole
+
+NAN = float("nan")
+
+
+def rows(seed=0, *, count=48, size=16):
+    """Return batches of rows with two masks, a domain, labels of three tasks that may be missing, and figures."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        label, domain = (torch.randint(0, high, (), generator=generator) for high in (4, 3))
+        tasks = torch.randint(0, 2, (3,), generator=generator).double()
+        missing = torch.rand(3, generator=generator) < 0.6
+        found.append(
+            {
+                "x": torch.randn(6, generator=generator, dtype=torch.float64),
+                "label": label,
+                "is_labelled": torch.rand((), generator=generator) < 0.3,
+                "other": torch.rand((), generator=generator) < 0.4,
+                "domain": domain,
+                "tasks": tasks.masked_fill(missing, NAN),
+                "codes": tasks.long().masked_fill(missing, -1),
+                "target": torch.randn((), generator=generator, dtype=torch.float64),
+            }
+        )
+    return DataLoader(Rows(found), batch_size=size)
+
+
+class Alike(Summed):
+    """Adds up means of one head over rows of its own, each left out where no row is there."""
+
+    loader = staticmethod(rows)
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = nn.Linear(8, 3)
+
+    def loss(self, hidden, batch):
+        return hidden.sum() * 0 + sum(part for part in self.parts(hidden, batch) if part is not None)
+
+    def squared(self, hidden, batch, known):
+        return F.mse_loss(self.rows(hidden)[known, 0], batch["target"][known]) if known.any() else None
+
+
+class TwoSubsets(Alike):
+    def parts(self, hidden, batch):
+        return [self.squared(hidden, batch, batch[name]) for name in ("is_labelled", "other")]
+
+
+class LabelledOrNot(Alike):
+    """Learns from labels where there are any, and from the other rows without."""
+
+    def parts(self, hidden, batch):
+        known = batch["is_labelled"]
+        if known.any():
+            yield F.cross_entropy(self.tokens(hidden[known])[:, :4], batch["label"][known])
+        if not known.all():
+            yield 0.3 * self.rows(hidden[~known]).square().mean()
+
+
+class Domains(Alike):
+    def parts(self, hidden, batch):
+        for domain in range(3):
+            known = batch["domain"] == domain
+            if known.any():
+                yield (1 + domain) * self.squared(hidden, batch, known)
+
+
+class Tasks(Alike):
+    """Has a mean for each column of labels, over the rows that have that label."""
+
+    def parts(self, hidden, batch):
+        logits = self.tasks(hidden)
+        for task in range(3):
+            known = batch["tasks"][:, task].isfinite()
+            if known.any():
+                yield F.binary_cross_entropy_with_logits(logits[known, task], batch["tasks"][known, task])
+
+
+class Codes(Alike):
+    def parts(self, hidden, batch):
+        logits = self.tasks(hidden)
+        for task in range(3):
+            known = batch["codes"][:, task] != -1
+            if known.any():
+                yield F.smooth_l1_loss(logits[known, task], batch["codes"][known, task].double())
+
+
+KINDS = [TwoSubsets, LabelledOrNot, Domains, Tasks, Codes]
+FAST = [(TwoSubsets, 0, 3), (LabelledOrNot, 1, 2), (Domains, 2, 5), (Tasks, 0, 3)]
+
+
+@pytest.mark.parametrize(("kind", "seed", "size"), crossed(KINDS, range(4), (2, 3, 5), fast=FAST))
+def test_means_over_subsets_of_rows_split_exactly(kind, seed, size):
+    same_cut_and_whole(kind, size=size, loader=lambda: rows(seed), max_epochs=2)
+
+
+class Confident(Alike):
+    """Chooses rows by what the network says of them, which no field counts."""
+
+    def parts(self, hidden, batch):
+        chosen = hidden[:, 0] > 0
+        yield F.cross_entropy(self.tokens(hidden), batch["label"])
+        if chosen.any():
+            yield self.squared(hidden, batch, chosen)
+
+
+class Exchanging(Alike):
+    """Has the domains in another order after two steps."""
+
+    def parts(self, hidden, batch):
+        order = (0, 1, 2) if self.global_step < 2 else (2, 1, 0)
+        for at, domain in enumerate(order):
+            known = batch["domain"] == domain
+            if known.any():
+                yield (1 + at) * self.squared(hidden, batch, known)
+
+
+@pytest.mark.parametrize("kind", [Confident, Exchanging])
+def test_means_over_rows_that_no_field_counts_are_refused(kind):
+    with pytest.raises(SplitError, match=r"cannot be split exactly|adds up other summands"):
+        run(kind, UnifiedStrategy(micro_batch_size=3), lambda: rows(0, count=96))
+
+
+class Annealed(Alike):
+    """Weighs a second loss by 0 in the first epoch."""
+
+    def parts(self, hidden, batch):
+        yield F.cross_entropy(self.tokens(hidden), batch["label"])
+        if batch["is_labelled"].any():
+            yield 0.5 * self.current_epoch * self.squared(hidden, batch, batch["is_labelled"])
+
+
+def test_a_summand_with_the_factor_0_is_left_out_until_it_has_another():
+    same_cut_and_whole(Annealed, size=7, loader=lambda: rows(3), max_epochs=2)
