@@ -155,7 +155,7 @@ class Weighting:
         return {key: index not in without for key, without in self._lacking.items()}
 
     def note(self, index: int, values: Mapping[str, Tensor]) -> Tensor:
-        """Note the values of the summands of micro-batch `index`, with the rest of its loss, and return its share of the loss."""
+        """Note the values of micro-batch `index`'s summands and of the rest; return its share of the loss."""
         own, share = share_of(values, {key: factors[index] for key, factors in self.summands.items()})
         self._losses[index] = own, share
         return share

@@ -235,7 +235,9 @@ class Comparison:
         return found if is_sum else None
 
     def rules_of_summands(self, candidates: Sequence[LossRule], known: LossRule | None) -> Iterator[LossRule]:
-        """Yield the rules with weights for each summand under which all of them agree; none where the loss is not their sum.
+        """Yield the rules with weights for each summand under which all of them agree.
+
+        There are none where the loss is not the sum of its summands.
 
         Args:
             candidates: The rules to try for each summand.
@@ -268,7 +270,7 @@ class Comparison:
         return [named_by_terms(run, has) for run, has in zip(runs, [of_whole, *of_runs], strict=True)]
 
     def _summands_under(self, rule: LossRule) -> Sequence[RunOfSummands] | None:
-        """Return the runs by summand, with those that have terms under a rule; None where the loss is not their sum."""
+        """Return the runs by summand, as a rule's terms name them; None where the loss is not their sum."""
         if self.summands is None:
             return None
         return self._named(self.summands, {one.key: self.split.has_terms(one.first) for one in rule.summands})

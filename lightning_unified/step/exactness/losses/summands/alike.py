@@ -58,9 +58,9 @@ def named_by_terms(run: RunOfSummands, has_terms: Mapping[str, bool]) -> RunOfSu
 def possible_terms(
     runs: Sequence[RunOfSummands], counted: Mapping[str, Sequence[Sequence[float]]]
 ) -> Iterator[dict[str, Sequence[bool]]]:
-    """Yield in which micro-batches alike summands may have terms, in all ways that explain how many each lacks.
+    """Yield in which micro-batches alike summands may have terms.
 
-    Nothing is yielded where all runs have all of them.
+    All ways are yielded that explain how many each micro-batch lacks. Nothing is yielded where all runs have all of them.
 
     Args:
         runs: The runs of the micro-batches.
