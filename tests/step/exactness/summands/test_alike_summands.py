@@ -1,4 +1,4 @@
-"""Losses that add up alike means over different rows split exactly, also where micro-batches lack rows of some."""
+"""Sums of alike means over different rows split exactly, also where micro-batches lack some."""
 
 import pytest
 import torch
