@@ -126,7 +126,7 @@ class SummandFit:
             rules=tuple(agreeing),
             rejected=rejected,
             is_told=before.is_told or is_told,
-            is_divided=is_divided and (before.is_divided or not before.rules),
+            is_divided=is_divided and (before.is_divided or first.name not in names),
             is_zero=(before.is_zero or not before.rules) and self._is_zero(key),
         )
 

@@ -286,7 +286,7 @@ def _divisor_of(node: Any) -> Any:
     divisor, has_factor = 1.0, False
     while (own := _factor_of(node)) is not None and (not isinstance(own, Tensor) or own.numel() == 1):
         has_factor = has_factor or node.name() in ("MulBackward0", "DivBackward0")
-        divisor = divisor / own if isinstance(own, Tensor) or own else float("inf")
+        divisor = divisor / own if isinstance(own, Tensor) or own else divisor  # a schedule's 0 divides by nothing
         node = next(before for before, _ in node.next_functions if before is not None)
     name = node.name()
     with suppress(RuntimeError):
