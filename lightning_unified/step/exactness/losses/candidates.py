@@ -123,8 +123,8 @@ def _of_values(tensor: Tensor, named: str, terms: Terms) -> Iterator[LossRule]:
     if tensor.is_floating_point() and not bool(((tensor == 0) | (tensor == 1)).all()):
         return
     least, most = (float(one) for one in (tensor.byte() if tensor.dtype == torch.bool else tensor).aminmax())
-    values = tensor.unique().tolist() if 0 < most - least < _CLASSES else []
-    for value in map(int, values):
+    values = _values(tensor, least, most)
+    for value in values:
         yield LossRule(f"entries of {named} that are {value}", replace(terms, kind=f"only {value}"), **_BY_DIVISOR)
         if len(values) > 2:  # else all but the other one
             other = replace(terms, left_out=value)
@@ -140,13 +140,19 @@ def _fields_of_numbers(batch: Any, rows: int, dtypes: Collection[torch.dtype]) -
 
 def _of_classes(path: str, tensor: Tensor, least: float, most: float) -> Iterator[LossRule]:
     """Yield the rules that leave out one of a few classes, or count one."""
-    values = tensor.unique().tolist() if 0 < most - least < _CLASSES else []
+    values = _values(tensor, least, most)
     usual = (*_LEFT_OUT, *_padding(tensor)) if values else ()
     for value in values:
         if value not in usual:
             yield LossRule(f"entries of {path!r} other than {value}", Terms(path, value), is_guess=True)
         if len(values) > 2:  # else all but the other one
             yield LossRule(f"entries of {path!r} that are {value}", Terms(path, kind=f"only {value}"), is_guess=True)
+
+
+def _values(tensor: Tensor, least: float, most: float) -> list[int]:
+    """Return the whole numbers in a tensor, if they are few and not all the same."""
+    found = range(int(least), int(most) + 1) if 0 < most - least < _CLASSES else ()
+    return [value for value in found if bool((tensor == value).any())]  # quicker than to sort, as `unique` does
 
 
 def may_count(rule: LossRule, batch: Any) -> bool:
