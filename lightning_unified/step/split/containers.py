@@ -57,7 +57,8 @@ def is_record(value: Any) -> bool:
 def is_tensor_collection(value: Any) -> bool:
     """Return whether `value` is a `TensorDict` or an instance of a `tensorclass`."""
     module = sys.modules.get("tensordict")  # a batch has no TensorDict unless the package is loaded
-    return module is not None and module.is_tensor_collection(value)
+    # the package's own function holds for the classes too, which functions name
+    return module is not None and not isinstance(value, type) and module.is_tensor_collection(value)
 
 
 def is_list_of_plain(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The loader and the first batch decide once which entries of a batch have rows."""
 
+import sys
 from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
@@ -133,6 +134,25 @@ def test_texts_that_a_dataset_holds_are_no_constants_of_numbers():
     assert halves(splitter(DataLoader(table, batch_size=2)), {"x": torch.zeros(2, 2), "y": labels})["y"].tolist() == [
         0.5
     ]
+
+
+class Bag:
+    """Stands for tensordict's `TensorDict`, whose package takes the class for a collection too."""
+
+    @property
+    def batch_size(self):
+        return (2,)
+
+
+def bags(indices):
+    assert Bag is not None
+    return {"x": torch.zeros(len(indices), 2)}
+
+
+def test_a_class_of_collections_that_a_collate_function_names_is_no_constant(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensordict", SimpleNamespace(is_tensor_collection=lambda one: one is Bag))
+
+    assert halves(splitter(DataLoader(range(4), batch_size=2, collate_fn=bags)), bags([0, 1]))["x"].shape == (1, 2)
 
 
 def test_a_list_of_columns_stays_one_when_a_batch_has_as_many_rows():
