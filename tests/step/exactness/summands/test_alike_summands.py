@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import crossed
-from tests.support.modules.plain import Rows
+from tests.support.modules.plain import Rows, weights
 from tests.support.modules.summed import Summed
 from tests.support.runs.split_and_whole import run, same_cut_and_whole
 
@@ -133,10 +133,16 @@ class Exchanging(Alike):
                 yield (1 + at) * self.squared(hidden, batch, known)
 
 
-@pytest.mark.parametrize("kind", [Confident, Exchanging])
-def test_means_over_rows_that_no_field_counts_are_refused(kind):
+def test_means_over_rows_that_no_field_counts_are_refused():
     with pytest.raises(SplitError, match=r"cannot be split exactly|adds up other summands"):
-        run(kind, UnifiedStrategy(micro_batch_size=3), lambda: rows(0, count=96))
+        run(Confident, UnifiedStrategy(micro_batch_size=3), lambda: rows(0, count=96))
+
+
+def test_means_that_change_places_are_found_before_their_update():
+    whole, *_ = run(Exchanging, "auto", lambda: rows(2, count=96))
+    split, *_ = run(Exchanging, UnifiedStrategy(micro_batch_size=3), lambda: rows(2, count=96))
+
+    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-9, atol=1e-12)
 
 
 class Annealed(Alike):

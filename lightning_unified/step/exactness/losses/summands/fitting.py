@@ -133,13 +133,10 @@ class SummandFit:
     def _agreeing(self, key: str, pool: Sequence[LossRule]) -> tuple[list[LossRule], list[LossRule]]:
         """Return the rules that were tried on a summand, and those under which it agrees.
 
-        Guesses are tried where no other rule is proportional to the summand's divisor. Those that need no divisor are left out where others
-        agree, or rounding is coarse: some would agree by chance.
+        Guesses that need no divisor are left out where others agree, or rounding is coarse: some would agree by chance.
         """
         tried = [one for one in pool if not one.is_guess]
         agreeing = [one for one in tried if self._agrees(key, one)]
-        if any(self._is_divided(key, one) for one in agreeing):
-            return tried, agreeing
         if all(one.adds for one in agreeing) and self._tolerance.relative < _COARSE:
             tried = [*pool]
         else:
