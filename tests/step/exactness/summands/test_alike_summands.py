@@ -138,6 +138,7 @@ def test_means_over_rows_that_no_field_counts_are_refused():
         run(Confident, UnifiedStrategy(micro_batch_size=3), lambda: rows(0, count=96))
 
 
+@pytest.mark.slow
 def test_means_that_change_places_are_found_before_their_update():
     whole, *_ = run(Exchanging, "auto", lambda: rows(2, count=96))
     split, *_ = run(Exchanging, UnifiedStrategy(micro_batch_size=3), lambda: rows(2, count=96))
