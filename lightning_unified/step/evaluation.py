@@ -135,8 +135,7 @@ class EvaluationSteps:
             return self._weights(check, micro_batches, sizes)
 
         def undecided() -> set[str]:
-            names = check.undecided(micro_batches, sizes) | results.undecided(weights())
-            return check.left(names - check.ambiguous)
+            return check.left(check.undecided(micro_batches, sizes) | results.undecided(weights()))
 
         if checks:
             with results.state_before():

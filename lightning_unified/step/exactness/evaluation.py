@@ -213,11 +213,12 @@ class EvaluationCheck:
         return names
 
     def left(self, names: set[str]) -> set[str]:
-        """Return those of the `undecided` logs that no check has decided for the batch at hand.
+        """Return the undecided logs that are not `ambiguous` and that no check of this batch decides.
 
         A check of this batch with its own micro-batches decides. Where values are alike, other weights fit by chance. So this holds for
         the first few batches of each log, as each such check takes a whole run.
         """
+        names = names - self.ambiguous
         if not self._is_compared:
             return names
         self._chances.update(names)
