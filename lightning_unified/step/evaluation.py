@@ -135,14 +135,14 @@ class EvaluationSteps:
             return self._weights(check, micro_batches, sizes)
 
         def undecided() -> set[str]:
-            return check.undecided(micro_batches, sizes) | results.undecided(weights())
+            return check.left(check.undecided(micro_batches, sizes) | results.undecided(weights()))
 
         if checks:
             with results.state_before():
                 check.see_decisions(whole, of_all, likely=likely, facts=decided.facts([(size, size) for size in sizes]))
-            new = undecided() - check.ambiguous
+            new = undecided()
             if learn(is_due=lambda: bool(new)):
-                new = undecided() - check.ambiguous
+                new = undecided()
             if new:
                 check.ambiguous |= new
                 self._policy.notices.say_ambiguous(new, phase=phase)

@@ -17,6 +17,7 @@ fits, or all fitting rules give the same result.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,7 @@ __all__ = ["EvaluationCheck"]
 log = logging.getLogger("lightning_unified")
 
 _ROUNDING = 1e-6  # relative; the rounding of a mean of equal values
+_CHANCES = 3  # judgement: batches whose alike values may fit several weights by chance
 
 
 class EvaluationCheck:
@@ -98,6 +100,8 @@ class EvaluationCheck:
         self._largest = 0  # rows of a checked batch
         self._rivals: dict[LossRule, set[str]] = {}  # each with the logs that it weights
         self._refuted: set[LossRule] = set()
+        self._chances: Counter[str] = Counter()
+        self._is_compared = False  # the batch at hand, with its own micro-batches
         self.ambiguous: set[str] = set()
         self.decisions = Decisions(trainer.lightning_module, decides=True)  # there is no graph of a loss
         self._all_rows_at = 0
@@ -116,6 +120,7 @@ class EvaluationCheck:
             SplitError: If the step fails on some rows only, or writes state that no rule merges.
         """
         self._batches += 1
+        self._is_compared = False
         facts = facts_of(own.batch, own.rows) | self._carried.facts(now, own.rows)
         own = replace(own, facts=facts | {("micro-batches", "least", own.least)})
         news = self._profiles.news(own.facts)
@@ -150,15 +155,18 @@ class EvaluationCheck:
         while (asked := self._group.next(own, asks=not is_done and is_due())) is not None:
             known, learn = self.tables.paths, partial(self._learn, asked, likely)
             units = self._agreed(asked, partial(self._sizes.few, step, asked, learn))
+            most = units if asked.micro_batches else 0  # units that ran in the batch's own micro-batches
             # what few rows do alike, such as `x[:16]`, all rows may do in another way
             is_new = self._group.anywhere(self._checks > 0 and not self.tables.paths <= known)
             if units and (asked.micro_batches or is_new):
                 of_all = replace(asked, micro_batches=asked.micro_batches or asked.sizes)
-                self._agreed(asked, partial(self._sizes.more, step, of_all, learn, done=units))
+                done = self._agreed(asked, partial(self._sizes.more, step, of_all, learn, done=units))
+                most = done if done > units else most
                 self._all_rows_at = self._batches
             self._largest = max(self._largest, asked.rows)
             self._profiles.add(asked.facts)
             self._checked_at, has_checked, self._checks = self._batches, True, self._checks + 1
+            self._is_compared |= asked is own and most * asked.unit == asked.rows
             is_done = is_done or asked is own
         return has_checked
 
@@ -203,6 +211,18 @@ class EvaluationCheck:
             if own is not None and other is not None and not _are_close(own, other):
                 names |= paths
         return names
+
+    def left(self, names: set[str]) -> set[str]:
+        """Return the undecided logs that are not `ambiguous` and that no check of this batch decides.
+
+        A check of this batch with its own micro-batches decides. Where values are alike, other weights fit by chance. So this holds for
+        the first few batches of each log, as each such check takes a whole run.
+        """
+        names = names - self.ambiguous
+        if not self._is_compared:
+            return names
+        self._chances.update(names)
+        return {name for name in names if self._chances[name] > _CHANCES}
 
     def unmergeable(self) -> list[str]:
         """Return the new names and paths that no rule merges; each is returned once."""

@@ -55,6 +55,8 @@ def checksum(tensor: Tensor) -> Tensor:
 def _words(tensor: Tensor) -> Tensor:
     """Return the bits of `tensor` as a flat tensor of the widest integers that its size allows."""
     flat = tensor.contiguous().view(-1)
+    if flat.numel() == 1:
+        flat = flat.view(()).view(1)  # that of a slice may keep a stride, with which no other format can be viewed
     width = 8
     while (flat.numel() * flat.element_size()) % width or (flat.storage_offset() * flat.element_size()) % width:
         width //= 2

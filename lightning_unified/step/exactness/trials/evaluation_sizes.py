@@ -109,10 +109,12 @@ class EvaluationSizes:
 
 
 def _splits(asked: Request, size: int) -> Sequence[Sequence[int]]:
-    """Return the splits of `size` rows of a batch: as in the batch, or two of their own if they are few."""
+    """Return the splits of `size` rows of a batch: as in the batch, and two of their own if they are few."""
     unit, most = asked.unit, max(asked.micro_batches, default=0)
     if most and size == asked.rows > _UNITS * unit:
         return [asked.micro_batches]
     if most and size > max(most, _UNITS * unit):
         return [split_rows(size, micro_batch_size=most, unit=unit)]
-    return [[unit * one for one in units] for units in splits_of(size // unit, least=asked.least)]
+    splits = [[unit * one for one in units] for units in splits_of(size // unit, least=asked.least)]
+    own = list(asked.micro_batches)
+    return [*splits, own] if own and size == asked.rows and own not in splits else splits

@@ -3,6 +3,9 @@
 A value that no rule merges gives a warning, or in `predict` an error.
 """
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import lightning as L
 import numpy as np
 import pytest
@@ -152,6 +155,8 @@ def assert_same(one, other):
         assert len(one) == len(other)
         for each, twin in zip(one, other, strict=True):
             assert_same(each, twin)
+    elif isinstance(one, (Found, Scored, SimpleNamespace)):
+        assert_same(vars(one), vars(other))
     elif isinstance(one, torch.Tensor):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     elif isinstance(one, np.ndarray):
@@ -257,6 +262,18 @@ def test_metrics_are_those_of_whole_batches(stage):
 
 # predictions
 
+
+@dataclass
+class Found:
+    name: str
+    scores: torch.Tensor
+
+
+class Scored:
+    def __init__(self, scores):
+        self.scores = scores
+
+
 PREDICTED = {
     "rows": lambda net, b: net(b["x"]),
     "columns": lambda net, b: net(b["x"]).T,
@@ -274,6 +291,9 @@ PREDICTED = {
         "empty": [],
     },
     "a list of dicts": lambda net, b: [{"name": name, "x": x} for name, x in zip(b["name"], b["x"], strict=True)],
+    "a list of records": lambda net, b: [Found(*row) for row in zip(b["name"], net(b["x"]), strict=True)],
+    "a list of objects": lambda net, b: [SimpleNamespace(scores=row) for row in net(b["x"])],
+    "a list of objects that compare by identity": lambda net, b: [Scored(row) for row in net(b["x"])],
 }
 GUESSED = {
     "a mean": lambda net, b: net(b["x"]).mean(),
@@ -284,6 +304,7 @@ GUESSED = {
     "similarities": lambda net, b: net(b["x"]) @ net(b["x"]).T,
     "sorted rows": lambda net, b: net(b["x"])[:, 0].sort().values,
     "scores over the batch": lambda net, b: net(b["x"]).softmax(0),
+    "records of a softmax over the batch": lambda net, b: [Scored(row) for row in net(b["x"]).softmax(0)],
     "the best row": lambda net, b: net(b["x"])[net(b["x"])[:, 0].argmax()],
     "rows above the mean": lambda net, b: net(b["x"])[net(b["x"])[:, 0] > net(b["x"])[:, 0].mean()],
     "a mean in a dict": lambda net, b: {"out": net(b["x"]), "mean": net(b["x"]).mean()},
