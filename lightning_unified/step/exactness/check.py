@@ -25,7 +25,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
-from lightning_unified.step.exactness.facts.bends import NOT_FINITE, LossBends, are_mixed
+from lightning_unified.step.exactness.facts.bends import NOT_FINITE, LossBends, are_mixed, left_out_before
 from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS, CarriedRows
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
@@ -237,8 +237,10 @@ class ExactnessCheck:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
         news = self._profiles.news(facts)
-        compared = micro_batches if are_mixed(news) else ()
-        mixed = bends.mixed_rows(news, micro_batches) if compared else range(0)
+        without = left_out_before(news)
+        has_begun = self._profiles.news(without) != without  # few rows may lack terms of what a 0 left out so far
+        compared = micro_batches if has_begun or are_mixed(news) else ()
+        mixed = range(own.rows) if has_begun else bends.mixed_rows(news, compared) if compared else range(0)
         is_checked = is_checked and {*mixed} <= {*self._own_checked} and NOT_FINITE not in news
         own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared, differing=mixed)
         self._checked(own, is_due=lambda: bool(self._profiles.news(facts)))

@@ -11,6 +11,7 @@ A fact tells which sides the micro-batches of a batch have, and how their number
 | the numbers of the micro-batches | for example |
 |---|---|
 | are equal | the weight of a term |
+| are 0 | the same, where a schedule leaves the term out |
 | are proportional to the micro-batches' loss terms, or to their rows | the divisor of a sum over rows |
 | vary otherwise | a divisor that counts some of the rows |
 
@@ -31,7 +32,7 @@ from lightning_unified.step.exactness.facts.graph import GraphFact, graph_near
 from lightning_unified.step.exactness.facts.labels import NUMBER, WEIGHED
 from lightning_unified.step.exactness.facts.levels import Levels
 
-__all__ = ["NOT_FINITE", "LossBends", "are_mixed", "variation"]
+__all__ = ["NOT_FINITE", "LossBends", "are_mixed", "left_out_before", "variation"]
 
 Fact = tuple[Any, str, Any]
 
@@ -39,12 +40,19 @@ _OF_NO_TERMS: Fact = ("the loss", "bends", ("of no terms", True))
 NOT_FINITE: Fact = ("the loss", "bends", ("a gradient that is not finite", True))
 """The gradient of some micro-batch is not finite, although the losses are."""
 
+_ZERO = ("zero", False)
 _ROUNDING = 1e-5  # of a quotient of two float32 numbers
 
 
 def are_mixed(facts: Collection[Fact]) -> bool:
     """Return whether micro-batches differ in operations, sides or numbers, by these facts."""
     return any(value[-1] for _, kind, value in facts if kind == "bends")
+
+
+def left_out_before(facts: Collection[Fact]) -> frozenset[Fact]:
+    """Return the facts of batches with a number of 0 in the place of a number that is not, by these facts."""
+    own = [fact for fact in facts if fact[1] == "bends" and len(fact[2]) > 2 and fact[2][2].endswith(NUMBER)]
+    return frozenset((what, kind, (*place[:3], *_ZERO)) for what, kind, place in own if place[3:] != _ZERO)
 
 
 class LossBends:
@@ -214,7 +222,7 @@ def _noted(
         return ("terms", False) if is_counted else (("other weights", values[0][1]), True)
     if name.endswith(NUMBER):
         kind = variation(values, counts)
-        return kind, kind != "equal"
+        return _ZERO if kind == "equal" and not any(values[0]) else (kind, kind != "equal")
     if name.endswith(PLACES):  # rows one by one have other sides at each place
         return ("apart", True) if len(sides) > 1 else None
     if name.endswith(LIMIT):

@@ -141,6 +141,7 @@ class Weighting:
         self.summands = {one.key: _shares_of_summand(one, batches, rows) for one in rule.summands}
         """For each summand with a weight of its own, the factors of the micro-batches' summands."""
         self._lacking = {one.key: lacking(one.first, batches) for one in rule.summands}
+        self._zeros = {one.key for one in rule.summands if one.is_zero}
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -151,8 +152,8 @@ class Weighting:
         return with_losses(self.weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
 
     def has_terms(self, index: int) -> dict[str, bool]:
-        """Return whether micro-batch `index` has terms of each summand."""
-        return {key: index not in without for key, without in self._lacking.items()}
+        """Return whether micro-batch `index` has terms of each summand; one that was always multiplied by 0 needs none."""
+        return {key: index not in without and key not in self._zeros for key, without in self._lacking.items()}
 
     def note(self, index: int, values: Mapping[str, Tensor]) -> Tensor:
         """Note the values of micro-batch `index`'s summands and of the rest; return its share of the loss."""

@@ -137,7 +137,11 @@ def _note_summands(weighting: Weighting, runs: Sequence[Sequence[Summand]]) -> N
     """Note the summands of all micro-batches in a weighting by summands, if it has factors for them."""
     if not weighting.summands or not all(runs):
         return
-    keys = [keys_by_terms([one.key for one in run], weighting.has_terms(index)) for index, run in enumerate(runs)]
+    zeros = [{one.key for one in run if one.is_zero} for run in runs]
+    keys = [
+        keys_by_terms([one.key for one in run], weighting.has_terms(index), zeros[index])
+        for index, run in enumerate(runs)
+    ]
     if None in keys:
         return
     for index, (own, run) in enumerate(zip(keys, runs, strict=True)):

@@ -14,6 +14,7 @@ from lightning_unified.step.exactness.losses import LossRule, lacking, require_c
 from lightning_unified.step.exactness.losses.summands import (
     REST,
     RunOfSummands,
+    Summand,
     SummandFit,
     named_by_terms,
     possible_terms,
@@ -273,7 +274,9 @@ class Comparison:
         """Return the runs by summand, as a rule's terms name them; None where the loss is not their sum."""
         if self.summands is None:
             return None
-        return self._named(self.summands, {one.key: self.split.has_terms(one.first) for one in rule.summands})
+        none = [False] * len(self.split.sizes)
+        has_terms = {one.key: none if one.is_zero else self.split.has_terms(one.first) for one in rule.summands}
+        return self._named(self.summands, has_terms)
 
     def weights(self, rule: LossRule) -> MicroBatchWeights:
         """Return the micro-batches' weights under a rule, by which their results merge."""
@@ -292,12 +295,20 @@ class Comparison:
 
 
 def _by_summand(keys: Sequence[str], repeat: Callable[..., Run]) -> RunOfSummands:
-    """Run some rows once for each summand of the loss."""
+    """Run some rows once for each summand of the loss.
+
+    A summand with the factor 0 that is not among `keys` is left out: a step may have it in place of a mean over no rows.
+    """
     runs = {key: repeat(only=key) for key in keys}
-    summands = runs[keys[0]].summands
+    summands = [one for one in runs[keys[0]].summands if one.key in (*keys, REST) or not _adds_nothing(one)]
     return RunOfSummands(
         gradients={key: run.gradient for key, run in runs.items()},
         values={one.key: float(one.value) for one in summands if one.value is not None},
         divisors={one.key: float(one.divisor) for one in summands if one.divisor is not None},
         zeros={one.key for one in summands if one.is_zero},
     )
+
+
+def _adds_nothing(one: Summand) -> bool:
+    """Return whether a summand is multiplied by the number 0, and is 0."""
+    return one.is_zero and one.value is not None and float(one.value) == 0

@@ -301,12 +301,12 @@ def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
 def _without_guesses(comparison: Comparison, rules: Sequence[LossRule]) -> Sequence[LossRule]:
     """Return the loss rules without guesses, but for those that agree where no other rule does.
 
-    In 16 bits, weights that are off by rounding would agree by chance.
+    In 16 bits, weights that are off by rounding would agree by chance. Where nothing else is left, guesses stay, to be refused by name.
     """
     others = [rule for rule in rules if not rule.is_guess]
     if not comparison.none_agrees(others) or comparison.lowest in (torch.float16, torch.bfloat16):
-        return others
-    return [*others, *(rule for rule in rules if rule.is_guess and comparison.off(rule).excess <= 1)]
+        return others or rules
+    return [*others, *(rule for rule in rules if rule.is_guess and comparison.off(rule).excess <= 1)] or rules
 
 
 def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:

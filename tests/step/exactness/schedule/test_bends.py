@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed
+from lightning_unified.step.exactness.facts.bends import LossBends, are_mixed, left_out_before
 from tests.support.lanes import first_cells, some
 from tests.support.modules.plain import weights
 from tests.support.modules.split import Net
@@ -333,3 +333,18 @@ def test_bends_on_a_cuda_device_are_those_on_the_host():
 
     assert facts("cuda") == facts("cpu")
     assert any(value[-1] for _, kind, value in facts("cuda") if kind == "bends")
+
+
+def facts_of_factors(*factors):
+    bends = LossBends()
+    for factor in factors:
+        one = torch.ones(3, requires_grad=True)
+        bends.add(one.mean() + factor * one.square().sum())
+    return bends.facts()
+
+
+def test_a_factor_that_is_no_longer_0_tells_that_a_term_was_left_out():
+    without, with_term = facts_of_factors(0.0, 0.0), facts_of_factors(0.5, 0.5)
+
+    assert left_out_before(with_term) & without
+    assert not left_out_before(without) & without

@@ -103,8 +103,54 @@ class Codes(Alike):
                 yield F.smooth_l1_loss(logits[known, task], batch["codes"][known, task].double())
 
 
-KINDS = [TwoSubsets, LabelledOrNot, Domains, Tasks, Codes]
-FAST = [(Domains, 2, 5), (Tasks, 0, 3)]
+class Smoothed(Alike):
+    """Smooths its labels, so that one operation computes two addends."""
+
+    def parts(self, hidden, batch):
+        yield self.smoothed(hidden, batch["label"])
+        if (known := batch["is_labelled"]).any():
+            yield self.smoothed(hidden[known], batch["label"][known])
+
+    def smoothed(self, hidden, labels):
+        return F.cross_entropy(self.tokens(hidden)[:, :4], labels, label_smoothing=0.1)
+
+    def loss(self, hidden, batch):
+        return sum(self.parts(hidden, batch))
+
+
+class KeptInGraph(Tasks):
+    """Has zeros in place of the mean of a task without labels, so that all parameters have gradients."""
+
+    def parts(self, hidden, batch):
+        logits = self.tasks(hidden)
+        for task in range(3):
+            known = batch["tasks"][:, task].isfinite()
+            scored, labels = logits[known, task], batch["tasks"][known, task]
+            yield F.binary_cross_entropy_with_logits(scored, labels) if known.any() else 0 * logits[:, task].sum()
+
+    def loss(self, hidden, batch):
+        return torch.stack([*self.parts(hidden, batch)]).sum()
+
+
+class Uncertain(Tasks):
+    """Weights each task by what it has learned of its uncertainty."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.zeros(3))
+
+    def loss(self, hidden, batch):
+        logits, total = self.tasks(hidden), self.scales.sum()
+        for task in range(3):
+            known = batch["tasks"][:, task].isfinite()
+            if known.any():
+                part = F.binary_cross_entropy_with_logits(logits[known, task], batch["tasks"][known, task])
+                total = total + torch.exp(-self.scales[task]) * part
+        return total
+
+
+KINDS = [TwoSubsets, LabelledOrNot, Domains, Tasks, Codes, Smoothed, KeptInGraph, Uncertain]
+FAST = [(Domains, 2, 5), (Tasks, 0, 3), (Smoothed, 0, 3), (KeptInGraph, 0, 2), (Uncertain, 1, 3)]
 
 
 @pytest.mark.parametrize(("kind", "seed", "size"), crossed(KINDS, range(4), (2, 3, 5), fast=FAST))

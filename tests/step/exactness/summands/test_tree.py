@@ -145,10 +145,25 @@ def test_one_value_that_nothing_notes_is_the_rest_of_the_loss():
     assert len(found) == 2
 
 
-def test_two_values_that_nothing_notes_are_no_summands():
+def test_two_values_that_nothing_notes_are_one_summand():
     _, found = summands(Net(), lambda net: Own.apply(net.one(X)) + Own.apply(net.one(2 * X)))
 
-    assert found == []
+    assert [one.key for one in found] == ["Add of one", REST]
+
+
+def test_a_loss_of_smoothed_labels_is_one_summand():
+    _, found = summands(Net(), lambda net: F.cross_entropy(net.one(X), Y, label_smoothing=0.1))
+
+    assert [one.key for one in found] == ["Add of one", REST]
+
+
+@pytest.mark.parametrize("weigh", [lambda w, one: torch.exp(-w[1]) * one, lambda w, one: one / (2 * w[0].exp() ** 2)])
+def test_a_trained_weight_hides_no_divisor(weigh):
+    net = Net()
+    net.weights = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    _, found = summands(net, lambda net: weigh(net.weights, net.one(X)[:5].sum() / 5) + net.two(X).mean())
+
+    assert {float(one.divisor) for one in found[:1]} == {5.0}
 
 
 def test_divisors_are_read_from_the_graph():

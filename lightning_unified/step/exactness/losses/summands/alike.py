@@ -4,7 +4,7 @@ Two means of one kind over different rows of one layer have the same name but fo
 row has a term of it, and the next of its kind then has its number. The terms of each tell which it is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice, product
 
 from lightning_unified.step.exactness.losses.summands.fitting import RunOfSummands, are_proportional
@@ -16,15 +16,21 @@ _MOST = 8  # judgement: more ways to name the summands of a check are seldom pos
 _FEW = 3  # judgement: alike summands without divisors that are told apart; the ways grow as a power of their number
 
 
-def keys_by_terms(own: Sequence[str], has_terms: Mapping[str, bool]) -> list[str] | None:
+def keys_by_terms(own: Sequence[str], has_terms: Mapping[str, bool], zeros: Collection[str] = ()) -> list[str] | None:
     """Return the keys of some rows' summands; None if one is unknown, or one with terms is missing.
 
-    What has no gradient keeps its key, known or not.
+    What has no gradient keeps its key, known or not. So does an unknown summand that is multiplied by 0.
 
     Args:
         own: Their keys, numbered among these rows' summands, in the order of the graph.
         has_terms: Whether the rows have terms of each known summand.
+        zeros: Those of their keys whose summands are multiplied by the number 0.
     """
+    extra = {key for key in own if key in zeros and key not in has_terms}
+    if extra:
+        named = keys_by_terms([key for key in own if key not in extra], has_terms)
+        others = iter(named or ())
+        return None if named is None else [key if key in extra else next(others) for key in own]
     if not any(has for key, has in has_terms.items() if key not in own and key != REST):
         return [*own] if {*has_terms, REST} >= {*own} else None
     kinds = [_kind(key) for key in own]

@@ -15,7 +15,7 @@ A factor of the gradient that flows into a summand, not of any node, weights it:
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,8 @@ _PENALTIES = (
     | {"SoftplusBackward0", "SumBackward1", "NormBackward1"}
     | _COPIES
 )
+# operations that compute a trained weight of a loss
+_WEIGHTS = _PENALTIES | {f"{name}Backward0" for name in ("Select", "Softmax", "Sigmoid", "Add", "Reciprocal", "Clamp")}
 
 
 @dataclass(slots=True)
@@ -143,7 +145,7 @@ def _added(root: Any, edge: Edge, values: Mapping[Edge, Tensor]) -> Iterator[tup
         place, edge, factor = waiting.pop()
         node, own = _through_factors(edge[0], factor)
         inputs = _inputs_of(node, own)
-        if place is not None and inputs is not None and _is_of_one_call(edge, inputs, values):
+        if inputs is not None and _is_of_one_call(edge, inputs, values):
             inputs = None
         if inputs is None or (node in seen and node is not root):
             yield place or (root, WHOLE), edge, factor
@@ -267,10 +269,10 @@ def _key_of(node: Any, name_of: Callable[[Tensor], str]) -> str:
     return what if parameter is None else f"{what} of {name_of(parameter)}"
 
 
-def _is_penalty(node: Any) -> bool:
-    """Return whether a summand is computed from parameters alone."""
+def _is_penalty(node: Any, operations: Collection[str] = _PENALTIES) -> bool:
+    """Return whether a summand, or a factor, is computed from parameters alone, by these operations."""
     near = list(_near(node, _FEW + 1))
-    if len(near) > _FEW or any(one.name() not in _PENALTIES and one.name() != LEAF for one in near):
+    if len(near) > _FEW or any(one.name() not in operations and one.name() != LEAF for one in near):
         return False
     factors = (
         saved(one, which)
@@ -281,10 +283,25 @@ def _is_penalty(node: Any) -> bool:
     return all(not isinstance(one, Tensor) or one.numel() == 1 for one in factors)
 
 
+def _beside_parameters(node: Any) -> Any:
+    """Return the node that is multiplied or divided by a trained weight of a loss; `node` itself where it has none."""
+    while node.name() in ("MulBackward0", "DivBackward0"):
+        inputs = [before for before, _ in node.next_functions]
+        of_weight = [before is not None and _is_penalty(before, _WEIGHTS) for before in inputs]
+        if None in inputs or sum(of_weight) != 1 or (of_weight[0] and node.name() == "DivBackward0"):
+            break
+        node = inputs[not of_weight[1]]
+    return node
+
+
 def _divisor_of(node: Any) -> Any:
     """Return the number that divides a summand, up to a constant factor; None where its graph does not hold it."""
     divisor, has_factor = 1.0, False
-    while (own := _factor_of(node)) is not None and (not isinstance(own, Tensor) or own.numel() == 1):
+    while True:
+        node = _beside_parameters(node)
+        own = _factor_of(node)
+        if own is None or (isinstance(own, Tensor) and own.numel() != 1):
+            break
         has_factor = has_factor or node.name() in ("MulBackward0", "DivBackward0")
         divisor = divisor / own if isinstance(own, Tensor) or own else divisor  # a schedule's 0 divides by nothing
         node = next(before for before, _ in node.next_functions if before is not None)
