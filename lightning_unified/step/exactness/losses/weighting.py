@@ -152,7 +152,10 @@ class Weighting:
         return with_losses(self.weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
 
     def has_terms(self, index: int) -> dict[str, bool]:
-        """Return whether micro-batch `index` has terms of each summand; one that was always multiplied by 0 needs none."""
+        """Return whether micro-batch `index` must have each summand.
+
+        It must if it has terms of the summand, unless all checks saw that multiplied by 0.
+        """
         return {key: index not in without and key not in self._zeros for key, without in self._lacking.items()}
 
     def note(self, index: int, values: Mapping[str, Tensor]) -> Tensor:
