@@ -284,7 +284,7 @@ def _is_penalty(node: Any, operations: Collection[str] = _PENALTIES) -> bool:
 
 
 def _beside_parameters(node: Any) -> Any:
-    """Return the node that is multiplied or divided by a trained weight of a loss; `node` itself where it has none."""
+    """Return the node that a trained weight of a loss multiplies or divides; `node` itself without one."""
     while node.name() in ("MulBackward0", "DivBackward0"):
         inputs = [before for before, _ in node.next_functions]
         of_weight = [before is not None and _is_penalty(before, _WEIGHTS) for before in inputs]
