@@ -261,7 +261,8 @@ def flat_memory(tensor: Tensor) -> Tensor:
             f'strategy="unified_ddp" needs parameters and buffers that are whole pieces of memory, and one of shape {tuple(tensor.shape)} '
             f"has strides {tensor.stride()}; make it contiguous()."
         )
-    return laid_out.view(-1)
+    # one entry of a slice keeps the slice's stride, with which no other format can be viewed
+    return laid_out.view(()).view(1) if laid_out.numel() == 1 else laid_out.view(-1)
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -158,6 +158,14 @@ def test_memory_with_gaps_is_refused():
         flat_memory(torch.zeros(4, 8)[:, ::2])
 
 
+def test_one_entry_of_a_column_is_read_as_bytes():
+    columns = torch.arange(8.0).view(1, 8)
+    entry = columns[:, 3]
+    flat_memory(entry).view(torch.uint8).zero_()
+
+    assert entry.tolist() == [0.0] and columns[0, 4] == 4.0
+
+
 def test_modules_that_differ_are_described_differently():
     module = Mixed()
     other = Mixed()
