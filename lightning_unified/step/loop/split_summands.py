@@ -55,7 +55,7 @@ class SplitSummands:
         if REST not in of:
             self._rests += [(one.value, loss.detach()) for one in found if one.key == REST and one.value is not None]
         zeros = {one.key for one in found if one.is_zero}
-        keys = keys_by_terms([one.key for one in found], self._weighting.has_terms(index), zeros) if found else None
+        keys = keys_by_terms([one.key for one in found], self._weighting.needed(index), zeros) if found else None
         if keys is None or any(key in self._zeros and not one.is_zero for key, one in zip(keys, found, strict=True)):
             self._unknown[index] = ", ".join(one.key for one in found if one.key != REST) or "none that is known"
             return loss.detach()

@@ -14,7 +14,7 @@ from lightning_unified.step.results.merging import MicroBatchWeights
 __all__ = [
     "Weighting",
     "give_other_shares",
-    "lacking",
+    "needed_summands",
     "require_counts",
     "share_of",
     "shares",
@@ -76,11 +76,19 @@ def _total(values: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def lacking(rule: LossRule, batches: Sequence[Any]) -> set[int]:
-    """Return the micro-batches without terms."""
+def needed_summands(rule: LossRule, batches: Sequence[Any]) -> dict[str, list[bool]]:
+    """Return whether each micro-batch must have each summand, by key.
+
+    It must if it has terms of the summand, unless all checks saw that multiplied by 0.
+    """
+    none = [False] * len(batches)
+    return {one.key: none if one.is_zero else _have_terms(one.first, batches) for one in rule.summands}
+
+
+def _have_terms(rule: LossRule, batches: Sequence[Any]) -> list[bool]:
     if rule.count is None or rule.least:
-        return set()
-    return {index for index, batch in enumerate(batches) if not float(rule.count(batch))}
+        return [True] * len(batches)
+    return [bool(float(rule.count(batch))) for batch in batches]
 
 
 def _shares_of_summand(of: SummandRule, batches: Sequence[Any], rows: Sequence[int]) -> list[float]:
@@ -140,8 +148,7 @@ class Weighting:
         self.weights = MicroBatchWeights(list(rows), terms)
         self.summands = {one.key: _shares_of_summand(one, batches, rows) for one in rule.summands}
         """For each summand with a weight of its own, the factors of the micro-batches' summands."""
-        self._lacking = {one.key: lacking(one.first, batches) for one in rule.summands}
-        self._zeros = {one.key for one in rule.summands if one.is_zero}
+        self._needed = needed_summands(rule, batches)
         self._losses: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -151,12 +158,9 @@ class Weighting:
             return self.weights
         return with_losses(self.weights, [*self.summands.values()], [self._losses[at] for at in sorted(self._losses)])
 
-    def has_terms(self, index: int) -> dict[str, bool]:
-        """Return whether micro-batch `index` must have each summand.
-
-        It must if it has terms of the summand, unless all checks saw that multiplied by 0.
-        """
-        return {key: index not in without and key not in self._zeros for key, without in self._lacking.items()}
+    def needed(self, index: int) -> dict[str, bool]:
+        """Return whether micro-batch `index` must have each summand, by key."""
+        return {key: needed[index] for key, needed in self._needed.items()}
 
     def note(self, index: int, values: Mapping[str, Tensor]) -> Tensor:
         """Note the values of micro-batch `index`'s summands and of the rest; return its share of the loss."""

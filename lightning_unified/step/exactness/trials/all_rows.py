@@ -139,8 +139,7 @@ def _note_summands(weighting: Weighting, runs: Sequence[Sequence[Summand]]) -> N
         return
     zeros = [{one.key for one in run if one.is_zero} for run in runs]
     keys = [
-        keys_by_terms([one.key for one in run], weighting.has_terms(index), zeros[index])
-        for index, run in enumerate(runs)
+        keys_by_terms([one.key for one in run], weighting.needed(index), zeros[index]) for index, run in enumerate(runs)
     ]
     if None in keys:
         return

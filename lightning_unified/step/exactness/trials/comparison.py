@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.step.exactness.losses import LossRule, lacking, require_counts, share_of, shares, with_losses
+from lightning_unified.step.exactness.losses import (
+    LossRule,
+    needed_summands,
+    require_counts,
+    share_of,
+    shares,
+    with_losses,
+)
 from lightning_unified.step.exactness.losses.summands import (
     REST,
     RunOfSummands,
@@ -94,11 +101,6 @@ class SplitRuns:
         """Return the number of terms of each micro-batch; its rows where none is counted."""
         is_counted = rule.count is not None and not rule.least
         return [*map(float, map(rule.count, self.batches) if is_counted and rule.count else self.sizes)]
-
-    def has_terms(self, rule: LossRule) -> list[bool]:
-        """Return whether each micro-batch has terms that a rule counts."""
-        without = lacking(rule, self.batches)
-        return [index not in without for index in range(len(self.batches))]
 
     def shares(self, rule: LossRule) -> list[float]:
         """Return the factor of each micro-batch's loss."""
@@ -259,8 +261,11 @@ class Comparison:
 
     def _possible_terms(self, pools: Mapping[str, Sequence[LossRule]]) -> Iterator[dict[str, Sequence[bool]]]:
         """Yield in which micro-batches summands may have terms, by the rules that may hold for each."""
-        counted = {key: [self.split.counts(rule) for rule in own if self.can_count(rule)] for key, own in pools.items()}
-        return possible_terms((self.summands or ())[1:], counted)
+
+        def counted(key: str) -> list[list[float]]:
+            return [self.split.counts(rule) for rule in pools[key] if self.can_count(rule)]
+
+        return possible_terms((self.summands or ())[1:], pools, counted)
 
     def _named(self, runs: Sequence[RunOfSummands], terms: Mapping[str, Sequence[bool]]) -> Sequence[RunOfSummands]:
         """Return the runs by summand, alike ones named by the micro-batches in which they have terms."""
@@ -274,9 +279,7 @@ class Comparison:
         """Return the runs by summand, as a rule's terms name them; None where the loss is not their sum."""
         if self.summands is None:
             return None
-        none = [False] * len(self.split.sizes)
-        has_terms = {one.key: none if one.is_zero else self.split.has_terms(one.first) for one in rule.summands}
-        return self._named(self.summands, has_terms)
+        return self._named(self.summands, needed_summands(rule, self.split.batches))
 
     def weights(self, rule: LossRule) -> MicroBatchWeights:
         """Return the micro-batches' weights under a rule, by which their results merge."""

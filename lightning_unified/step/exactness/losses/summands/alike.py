@@ -4,7 +4,7 @@ Two means of one kind over different rows of one layer have the same name but fo
 row has a term of it, and the next of its kind then has its number. The terms of each tell which it is.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice, product
 
 from lightning_unified.step.exactness.losses.summands.fitting import RunOfSummands, are_proportional
@@ -62,7 +62,7 @@ def named_by_terms(run: RunOfSummands, has_terms: Mapping[str, bool]) -> RunOfSu
 
 
 def possible_terms(
-    runs: Sequence[RunOfSummands], counted: Mapping[str, Sequence[Sequence[float]]]
+    runs: Sequence[RunOfSummands], keys: Collection[str], counted: Callable[[str], Sequence[Sequence[float]]]
 ) -> Iterator[dict[str, Sequence[bool]]]:
     """Yield in which micro-batches alike summands may have terms.
 
@@ -70,16 +70,18 @@ def possible_terms(
 
     Args:
         runs: The runs of the micro-batches.
-        counted: For each summand of all rows, the number of terms of each micro-batch, by each loss rule that may hold.
+        keys: The summands of all rows.
+        counted: Returns a summand's number of terms in each micro-batch, by each loss rule that may hold. It is called for summands of
+            which some micro-batch lacks one of their kind.
     """
     of_kind = dict[str, list[str]]()
-    for key in counted:
+    for key in keys:
         of_kind.setdefault(_kind(key), []).append(key)
     ways: list[list[dict[str, Sequence[bool]]]] = []
     for kind, own in of_kind.items():
         divisors = [[run.divisors.get(key) for key in run.values if _kind(key) == kind] for run in runs]
         if any(len(one) < len(own) for one in divisors):
-            numbers = [counted[key] for key in own]
+            numbers = [counted(key) for key in own]
             ways.append([dict(zip(own, way, strict=True)) for way in islice(_ways(divisors, numbers), _MOST)])
     for chosen in islice(product(*ways) if ways else (), _MOST):
         yield {key: has for way in chosen for key, has in way.items()}
