@@ -48,8 +48,8 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
     lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
     if lazy:
         raise ConfigurationError(
-            f"{type(module).__name__} has lazy layers whose weights have no size yet ({lazy[0]} and {len(lazy) - 1} more); a strategy that plans "
-            "memory needs their sizes before the first step. Run them once on an example, in __init__ or in configure_model."
+            f"{type(module).__name__} has {len(lazy)} weights of lazy layers that have no size yet, the first {lazy[0]}; a strategy that plans "
+            "memory needs their sizes before the first step. Run the layers once on an example, in __init__ or in configure_model."
         )
     return {
         "weights": sum(tensor_bytes(parameter) for parameter in parameters),

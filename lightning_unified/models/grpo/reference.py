@@ -70,7 +70,7 @@ class Reference(nn.Module):
         own = dict(policy.named_parameters())
         if unknown := [name for name in state["names"] if name not in own]:
             raise ValueError(
-                f"the checkpoint's reference has weights that this policy has not ({unknown[0]} and {len(unknown) - 1} more); build "
+                f"the checkpoint's reference has {len(unknown)} weights that this policy has not, the first {unknown[0]}; build "
                 "the module with the adapters it was trained with."
             )
         self.kind = state["kind"]

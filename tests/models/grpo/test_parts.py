@@ -81,7 +81,7 @@ def test_a_reference_that_has_not_begun_cannot_run():
 def test_a_reference_of_other_weights_is_refused():
     reference, other = Reference(), Reference()
     reference.begin(policy())
-    with pytest.raises(ValueError, match=r"weights that this policy has not \(model.layers.1"):
+    with pytest.raises(ValueError, match=r"weights that this policy has not, the first model.layers.1"):
         other.restore(reference.state(), policy(layers=1))
 
 
