@@ -22,6 +22,7 @@ from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.sharding.kept_shards import KeptShards
 from lightning_unified.step.sharding.shards import WholeShards
 from lightning_unified.step.split.roles import Roles
@@ -239,6 +240,16 @@ class _Steps(UnifiedOptimization):
     @override
     def _prepared(self, batch: Any) -> Any:
         return batch if self._is_prepared else super()._prepared(batch)
+
+    @override
+    def _snapshot(self, batch: Any) -> StepSnapshot:
+        with torch._C.DisableTorchFunction():  # reading attributes of tensors is no call of the step
+            return super()._snapshot(batch)
+
+    @override
+    def before_weights(self, optimizer: Optimizer) -> None:
+        with torch._C.DisableTorchFunction():
+            super().before_weights(optimizer)
 
     @override
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
