@@ -122,10 +122,10 @@ def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
 
 
 def _float_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 9): numbers of zeros and of non-finite entries, shared values, size and sign.
+    """Return figures of shape (leaves, 9): zeros, non-finite entries, shared values, size, sign.
 
-    The numbers have their sum, minimum and maximum over rows. Then follow how many values rows share, the order of magnitude of the largest
-    finite entry, as `_orders` has it, and whether there are negative entries.
+    The numbers of the first two have their sum, minimum and maximum over rows. Then follow how many values rows share, the order of magnitude
+    of the largest finite entry, as `_orders` has it, and whether there are negative entries.
 
     Args:
         stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
