@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.step.exactness.facts.alike import shared_values
 from lightning_unified.step.exactness.facts.fields import named_tensors
 
 __all__ = ["IGNORED", "KINDS", "HostFigures", "figures_of", "ignored_in_rows", "size_and_sign_of"]
@@ -24,7 +25,6 @@ _MOST_ON_HOST = 1 << 18  # entries of a tensor; more take the host longer than a
 
 # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
 _LARGE = 1 << 20
-_FEW = 4  # entries of a row that may be ids; judgement: rows of more hold tokens
 _AT_ONCE = 1 << 22  # entries that are counted at once: torch casts a mask to int64 before it sums it
 _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
@@ -122,17 +122,18 @@ def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
 
 
 def _float_figures(stack: Tensor) -> Tensor:
-    """Return figures of shape (leaves, 8): numbers of zeros and of non-finite entries, size and sign.
+    """Return figures of shape (leaves, 9): zeros, non-finite entries, shared values, size, sign.
 
-    The numbers have their sum, minimum and maximum over rows. Then follow the order of magnitude of the largest finite entry, as
-    `_orders` has it, and whether there are negative entries.
+    The numbers of the first two have their sum, minimum and maximum over rows. Then follow how many values rows share, the order of magnitude
+    of the largest finite entry, as `_orders` has it, and whether there are negative entries.
 
     Args:
         stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
     """
     zeros = _counted(stack, lambda part: _wide(part) == 0)
     size_and_sign = size_and_sign_of(stack.flatten(1))
-    return torch.cat([_over_rows(zeros, _counted(stack, lambda part: ~_wide(part).isfinite())), size_and_sign], 1)
+    of_rows = _over_rows(zeros, _counted(stack, lambda part: ~_wide(part).isfinite()))
+    return torch.cat([of_rows, shared_values(stack), size_and_sign], 1)
 
 
 def _wide(part: Tensor) -> Tensor:
@@ -178,9 +179,9 @@ def _orders(sizes: Tensor) -> Tensor:
 def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)) -> Tensor:
     """Return figures of shape (leaves, 12 + 64) of values and rows.
 
-    They are the lowest and highest value, whether two rows share one, figures of rows, and the values that occur modulo 64.
+    They are the lowest and highest value, how many values rows share, figures of rows, and the values that occur modulo 64.
 
-    Values that rows share count where a row has few entries. The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
+    The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
     a number at an end. The last 64 figures are left out for leaves of more than 2^20 entries.
 
     Args:
@@ -194,22 +195,11 @@ def _integer_figures(stack: Tensor, ignored_labels: Collection[int] = (IGNORED,)
     ignored = ignored_in_rows(whole, ignored_labels)
     second = min(1, whole.shape[2] - 1)
     repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
-    figures = torch.cat([limits, _is_shared(whole), _over_rows(zeros, ignored, repeats.long())], 1)
+    figures = torch.cat([limits, shared_values(whole), _over_rows(zeros, ignored, repeats.long())], 1)
     if flat.shape[1] > _LARGE:
         return figures
     occurs = figures.new_zeros(len(stack), KINDS).scatter_(1, (flat & (KINDS - 1)).long(), 1)
     return torch.cat([figures, occurs], 1)
-
-
-def _is_shared(stack: Tensor) -> Tensor:
-    """Return whether two rows have one value at the same place, of shape (leaves, 1).
-
-    Rows of more than 4 entries give zeros.
-    """
-    if stack.shape[2] > _FEW:
-        return torch.zeros(len(stack), 1, dtype=torch.long, device=stack.device)
-    ordered = stack.sort(1).values
-    return (ordered[:, 1:] == ordered[:, :-1]).flatten(1).any(1, keepdim=True).long()
 
 
 def ignored_in_rows(stack: Tensor, labels: Collection[int]) -> Tensor:

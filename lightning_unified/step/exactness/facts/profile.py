@@ -12,7 +12,8 @@ weight. So a batch with new facts is checked before its update. A profile is a s
 | the order of magnitude of the share of rows that begin or end with the same number twice | integers | detect padding by any number |
 | whether a row has only zeros, or no zeros; whether there is NaN or infinity | every tensor | detect the first row without observations |
 | the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | detect new lengths |
-| whether two rows share a value | texts, and integers with up to 4 entries a row | detect rows with the same id, which a loss may compare or count once |
+| the order of magnitude of the number of values that rows share | texts, and numbers with up to 4 entries a row | detect rows with the same id, which a loss may compare or count once |
+| whether two rows are equal | tensors with more entries a row | detect rows that a loss may compare, or count once |
 | whether the entries of all rows are as long; the order of magnitude of the longest and the shortest | lists of tensors or lists, packed and nested tensors | detect the first ragged batch |
 
 Other orders of magnitude are powers of two, so that new facts become rare.
@@ -49,8 +50,7 @@ def facts_of(batch: Any, rows: int, known: HostFigures | None = None) -> frozens
     facts: set[Fact] = set()
     for path, column in columns_of(batch, rows):
         facts |= {(path, "value", value) for value in column}
-        if len({*column}) < len(column):
-            facts.add((path, SHARED, True))
+        facts |= _facts_of_shared(path, sum(count > 1 for count in Counter(column).values()))
     for path, lengths in lengths_of(batch, rows):
         facts |= _length_facts(path, lengths)
     for (path, leaf), own in zip(named, figures_of([leaf for _, leaf in named], known), strict=True):
@@ -78,17 +78,15 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
 
 
 def _float_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
-    zeros, bad, fewest, _, most, _, size, has_negative = figures
-    facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most)
+    zeros, bad, fewest, _, most, _, shared, size, has_negative = figures
+    facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most) | _facts_of_shared(path, shared)
     return facts | {(path, "not finite", bad > 0), (path, "size", size), (path, "negative", has_negative)}
 
 
 def _integer_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
-    low, high, is_shared, zeros, ignored, repeats, fewest, _, _, most, most_ignored, _, *occurs = figures
+    low, high, shared, zeros, ignored, repeats, fewest, _, _, most, most_ignored, _, *occurs = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
-    facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most)
-    if is_shared:  # without shared values, a loss has less to compare
-        facts.add((path, SHARED, True))
+    facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most) | _facts_of_shared(path, shared)
     if high - low < KINDS:
         within = range(low, high + 1)
         values = [value for value in within if occurs[value % KINDS]] if occurs else leaf.unique().tolist()
@@ -102,6 +100,14 @@ def _integer_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]
     else:
         facts.add((path, "all ignored", ignored == rows))
     return facts
+
+
+def _facts_of_shared(path: str, number: int) -> set[Fact]:
+    """Return the facts about how many values rows share.
+
+    One value may stand for none, such as an id of -1. With fewer shared values, a loss has less to compare, so all smaller orders are facts too.
+    """
+    return {(path, SHARED, order) for order in range(1, _order(number) + 1)}
 
 
 def _facts_of_zeros(path: str, leaf: Tensor, zeros: int, *, fewest: int, most: int) -> set[Fact]:

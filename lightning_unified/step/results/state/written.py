@@ -48,7 +48,7 @@ from lightning_unified.step.results.state.quotients import has_quotient, numbers
 from lightning_unified.step.results.state.writes import Written, note_backward, refusal_of_backward, written_in_backward
 from lightning_unified.step.split.containers import tensors_in
 from lightning_unified.step.undo import Noted, StateWatch
-from lightning_unified.step.undo.changes import Change, moved_since, versions_of
+from lightning_unified.step.undo.changes import ABSENT, Change, moved_since, versions_of
 
 __all__ = ["WrittenOverMicroBatches", "learn_written"]
 
@@ -229,6 +229,7 @@ class WrittenOverMicroBatches:
             merges = path not in new or self._merges(written[path])
             whole[path] = self._merged(path, weights) if merges else self._last_written(path)
         there = {path: self._put(path, value) for path, value in whole.items()}
+        self._order(there)
         self._late = {path: value for path, value in there.items() if awaits_gradient(self._last_written(path))}
         self._resumed = {path: there.get(path, one.before) for path, one in self._awaiting_backward().items()}
         if not self._resumed:
@@ -267,6 +268,16 @@ class WrittenOverMicroBatches:
             return last.after
         change.put(value)
         return value
+
+    def _order(self, there: dict[str, Any]) -> None:
+        """Put new entries into the order in which the micro-batches added them: the last one's came first."""
+        changes = [self._change(path) for path in there]
+        added = [one for one in changes if one.kind == "entry" and one.before is ABSENT]
+        if all(one.path in self._writes[-1] for one in added):
+            return
+        for one in added:
+            one.put(ABSENT)
+            one.put(there[one.path])
 
     def finish_gradients(self, weights: MicroBatchWeights) -> None:
         """Add state and gradients that a backward pass has written since `finish`."""

@@ -103,6 +103,20 @@ def test_a_container_holds_what_the_whole_batch_writes(name, is_lazy):
     assert comparable(split) == comparable(plain)
 
 
+def count_in_halves(kept, batch, out):
+    for value in batch["x"][:, 0].mul(2).round().int().tolist():
+        kept[value] = kept.get(value, 0) + 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_new_entries_have_the_order_of_the_rows(size):
+    plain = kept_by(dict, count_in_halves, is_lazy=False, strategy="auto")
+    split = kept_by(dict, count_in_halves, is_lazy=False, strategy=UnifiedStrategy(micro_batch_size=size))
+
+    assert len(plain) > 4
+    assert list(split.items()) == list(plain.items())
+
+
 class EveryThird(Writes):
     """Logs the mean loss of three batches, and then empties its list of losses, or makes a new one."""
 
