@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -14,7 +15,7 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.decisions import BatchDecisions
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.facts.levels import Levels
-from lightning_unified.step.exactness.gradients import are_finite
+from lightning_unified.step.exactness.gradients import are_finite, size_of
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.parameters.earlier_gradients import copies_of_gradients, put_gradients
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -84,6 +85,7 @@ class SplitBatch:
         see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
+        is_decided: Whether a check could compare gradients so far. If not, the first micro-batch that has one is noted.
         summands: Weights the summands of the loss, if each has weights of its own.
         levels: The levels of logged and returned numbers in the batches before.
         decisions: Runs the steps, and notes how they decide by values.
@@ -104,6 +106,7 @@ class SplitBatch:
         levels: Levels,
         decisions: BatchDecisions,
         reads_gradients: bool = False,
+        is_decided: bool = True,
         summands: SplitSummands | None = None,
     ) -> None:
         self.count = len(steps)
@@ -117,6 +120,7 @@ class SplitBatch:
         self._returned: list[tuple[Tensor, Tensor]] = []
         self._index, self._reads_gradients, self._summands = 0, reads_gradients, summands
         self._earlier: Sequence[Tensor | None] = ()
+        self._notes_moving, self._size = is_checked and not is_decided, 0.0
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Start over, with the tensors besides these parameters that get gradients."""
@@ -236,6 +240,8 @@ class SplitBatch:
 
     def begin_backward(self) -> None:
         """Restore the state that the micro-batch's step wrote, if it was merged before the backward pass."""
+        if self._notes_moving:
+            self._size = size_of(one.grad for one in self._parameters)
         self._merging.begin_backward()
 
     def end_backward(self) -> None:
@@ -244,6 +250,9 @@ class SplitBatch:
             detached.grad = one.grad
         self._returned = []
         self._merging.end_backward()
+        if self._notes_moving and self._bends is not None and self._bends.moving is None:
+            size = size_of(one.grad for one in self._parameters)
+            self._bends.moving = self._index if isfinite(size) and size != self._size else None
 
     def settle(self) -> None:
         """Write the merged state, before the hooks that follow the step."""

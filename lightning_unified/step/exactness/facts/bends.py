@@ -63,6 +63,7 @@ class LossBends:
 
     Attributes:
         may_hide: Whether the loss may be finite where its gradient is not.
+        moving: The first micro-batch that has a gradient other than zero; None without one, and where it is not looked for.
     """
 
     def __init__(self, levels: Levels | None = None) -> None:
@@ -78,6 +79,7 @@ class LossBends:
         self._transfers: list[torch.cuda.Event] = []
         self._is_finite = True
         self.may_hide = False
+        self.moving: int | None = None
 
     def add(
         self, loss: Tensor, *, rows: int = 1, terms: float = 1.0, numbers: Mapping[str, Tensor] | None = None
@@ -140,6 +142,12 @@ class LossBends:
         done.record(torch.cuda.current_stream(sent.device))
         self._transfers.append(done)
         return found
+
+    def moving_rows(self, micro_batches: Sequence[int]) -> range:
+        """Return the rows of the first micro-batch that has a gradient; none without one."""
+        if self.moving is None:
+            return range(0)
+        return range(sum(micro_batches[: self.moving]), sum(micro_batches[: self.moving + 1]))
 
     def mixed_rows(self, facts: Collection[Fact], micro_batches: Sequence[int]) -> range:
         """Return the rows of the micro-batch that lies on both sides of most of the bends in `facts`.
