@@ -36,9 +36,9 @@ from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.rows import Check, starts_of
+from lightning_unified.step.exactness.rows import Check
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import UNITS, Examination, compared
+from lightning_unified.step.exactness.trials.examination import Examination, compared
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
@@ -225,9 +225,7 @@ class ExactnessCheck:
             SplitError: If the batch cannot be split exactly.
         """
         assert self._verdict is not None
-        if not self._verdict.conclusive:
-            self._see_undecided(own, bends, micro_batches)
-        if not self._verdict.conclusive:
+        if not self._verdict.conclusive and not self._see_undecided(own, bends, micro_batches).conclusive:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
         news = self._profiles.news(facts)
@@ -241,15 +239,18 @@ class ExactnessCheck:
         self._profiles.add(facts)
         return self._verdict
 
-    def _see_undecided(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> None:
-        """Check a batch that a gradient of zero in all checks so far does not excuse.
-
-        It has a gradient, or its micro-batches lie on different sides of a bend, beyond which the whole batch may have one.
-        """
+    def _see_undecided(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> Verdict:
+        """Check a batch with a gradient, or on different sides of a bend, while no check could decide; return the verdict."""
         rows, facts = bends.moving_rows(micro_batches), bends.facts()
-        is_due = (bool(rows) and self._undecided < _MOVING) or are_mixed(self._undecided_bends.news(facts))
-        self._checked(replace(own, micro_batches=micro_batches, differing=rows), is_due=lambda: is_due)
+        is_due = (bends.moving is not None and self._undecided < _MOVING) or are_mixed(
+            self._undecided_bends.news(facts)
+        )
+        for is_as_split in (False, True):  # other micro-batches than its own may all lie on one side
+            asked = replace(own, micro_batches=micro_batches, differing=rows, is_as_split=is_as_split)
+            self._checked(asked, is_due=lambda: is_due)
         self._undecided_bends.add(facts)
+        assert self._verdict is not None
+        return self._verdict
 
     @property
     def _is_thin(self) -> bool:
@@ -276,13 +277,10 @@ class ExactnessCheck:
         if len(sizes) < 2:
             return False
         batch = batch if (on_host := self.batch_on_host(batch)) is None else on_host
-        places = zip(starts_of(sizes), sizes, strict=True)
-        micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
-        return self._agreed.give_other_shares(micro_batches, sizes)
+        return self._agreed.give_other_shares(self._splitter.micro_batches(batch, sizes), sizes)
 
     def _new_check(self, asked: Request) -> Check:
         self._runner.allows_batch_norm = asked.allows_batch_norm
-        most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
         known = asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings
         return Check(
             kwargs=asked.kwargs,
@@ -291,7 +289,7 @@ class ExactnessCheck:
             rows=asked.rows,
             unit=asked.unit,
             micro_batch_size=asked.micro_batch_size,
-            most=most,
+            most=self._examination.most_units(asked, is_first=not self._checks),
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
             since=self._last.since(self._trainer.global_step, self._batches),
@@ -307,7 +305,8 @@ class ExactnessCheck:
         """Compare the losses of all rows, and keep the rules that give them: few rows may agree by chance."""
         self._make_room()
         check = self._new_check(asked)
-        rules = self._agreed.agreeing or check.rules
+        named = [rule for rule in check.rules if not rule.is_guess]  # no gradient speaks for a guess before any agreed
+        rules = self._agreed.agreeing or named or check.rules
         found = compared(lambda: Findings.of_losses(self._examination.rules_of_all_rows(check, rules)))
         left = self._group.agreed(found, rules)
         if self._verdict is not None:

@@ -114,13 +114,15 @@ class SplitBatch:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._outside, self._is_checked = outside, is_checked
         self._see_graph, self._see_bends = see_graph, see_bends
-        self._graph, self._bends, self._levels, self._decisions = None, LossBends(), levels, decisions
+        self._graph: GraphFact | None = None
+        self._bends: LossBends | None = LossBends()
+        self._levels, self._decisions = levels, decisions
         self._small = SmallParameters(self._parameters if is_checked else ())
         self._others: list[tuple[Tensor, Tensor | None]] = []
         self._returned: list[tuple[Tensor, Tensor]] = []
         self._index, self._reads_gradients, self._summands = 0, reads_gradients, summands
         self._earlier: Sequence[Tensor | None] = ()
-        self._notes_moving, self._size = is_checked and not is_decided, 0.0
+        self._notes_moving, self._size, self._ended = is_checked and not is_decided, 0.0, 0
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Start over, with the tensors besides these parameters that get gradients."""
@@ -133,8 +135,8 @@ class SplitBatch:
             self._summands.begin()
         self._outside.begin()
         self._small.begin()
-        self._graph: GraphFact | None = None
-        self._bends: LossBends | None = LossBends(self._levels)
+        self._ended, self._graph = 0, None
+        self._bends = LossBends(self._levels)
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
@@ -250,6 +252,7 @@ class SplitBatch:
             detached.grad = one.grad
         self._returned = []
         self._merging.end_backward()
+        self._ended += 1
         if self._notes_moving and self._bends is not None and self._bends.moving is None:
             size = size_of(one.grad for one in self._parameters)
             self._bends.moving = self._index if isfinite(size) and size != self._size else None
@@ -258,6 +261,7 @@ class SplitBatch:
         """Write the merged state, before the hooks that follow the step."""
         bends, self._bends = self._bends, None
         if bends is not None and self._is_checked:
+            bends.waiting = self._ended if self._ended < self.count else None  # with a late `zero_grad`
             bends.add_written(self._merging.written_numbers())
             if bends.may_hide and not are_finite(one.grad for one in self._parameters):
                 bends.add_not_finite()

@@ -64,6 +64,7 @@ class LossBends:
     Attributes:
         may_hide: Whether the loss may be finite where its gradient is not.
         moving: The first micro-batch that has a gradient other than zero; None without one, and where it is not looked for.
+        waiting: The micro-batch whose backward pass is still to come; None without one.
     """
 
     def __init__(self, levels: Levels | None = None) -> None:
@@ -80,6 +81,7 @@ class LossBends:
         self._is_finite = True
         self.may_hide = False
         self.moving: int | None = None
+        self.waiting: int | None = None
 
     def add(
         self, loss: Tensor, *, rows: int = 1, terms: float = 1.0, numbers: Mapping[str, Tensor] | None = None
@@ -144,10 +146,9 @@ class LossBends:
         return found
 
     def moving_rows(self, micro_batches: Sequence[int]) -> range:
-        """Return the rows of the first micro-batch that has a gradient; none without one."""
-        if self.moving is None:
-            return range(0)
-        return range(sum(micro_batches[: self.moving]), sum(micro_batches[: self.moving + 1]))
+        """Return the rows of the first micro-batch that has a gradient, or may get one; none without one."""
+        index = self.waiting if self.moving is None else self.moving
+        return range(0) if index is None else range(sum(micro_batches[:index]), sum(micro_batches[: index + 1]))
 
     def mixed_rows(self, facts: Collection[Fact], micro_batches: Sequence[int]) -> range:
         """Return the rows of the micro-batch that lies on both sides of most of the bends in `facts`.

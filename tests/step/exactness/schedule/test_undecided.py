@@ -52,7 +52,7 @@ def costs(*, cheap):
     return batches(number=7, change=cost)
 
 
-@first_cells(1, ("kind", "cheap"), [(Clipped, range(6, 8)), (Skipped, range(6, 8)), (Clipped, range(3, 8))])
+@first_cells(1, ("kind", "cheap"), [(Clipped, range(6, 8)), (Skipped, range(3)), (Clipped, range(3, 8))])
 def test_the_first_gradient_after_undecided_checks_is_checked_before_its_update(kind, cheap, checks):
     with pytest.raises(SplitError, match=f"{kind.__name__} cannot be split exactly"):
         run(kind, costs(cheap=cheap))
