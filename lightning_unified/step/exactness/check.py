@@ -11,7 +11,8 @@ returned and logged values, and written state. One check sees only a sample of t
 5. before the update of a batch whose micro-batches lie on other sides of the loss's bends than those of all earlier batches (`facts.bends`),
    on the rows of a micro-batch that lies on both sides, or first hold a log, an output or a written number at a level (`facts.levels`);
 6. before each of the next batches, up to 16, while a single micro-batch of every check had a gradient;
-7. before each of the next batches after an undecided check, until three checks in a row were undecided.
+7. before each of the next batches after an undecided check, until three checks in a row were undecided;
+8. while no check could decide, before the update of a batch that has a gradient, or whose micro-batches differ in the loss's bends.
 """
 
 from collections import OrderedDict
@@ -26,18 +27,18 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.agreement import AgreedRules, LastAgreement
 from lightning_unified.step.exactness.facts.bends import NOT_FINITE, LossBends, are_mixed, left_out_before
-from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS, CarriedRows
+from lightning_unified.step.exactness.facts.carried import OF_ALL_ROWS
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.graph import GraphFact
 from lightning_unified.step.exactness.facts.levels import Levels
-from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
-from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
+from lightning_unified.step.exactness.facts.of_batch import BatchFacts
+from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.rows import Check, starts_of
+from lightning_unified.step.exactness.rows import Check
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import UNITS, Examination, compared
+from lightning_unified.step.exactness.trials.examination import Examination, compared
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
@@ -47,6 +48,7 @@ from lightning_unified.step.split import BatchSplitter
 __all__ = ["ExactnessCheck"]
 
 _THIN = 16  # batches checked while a single micro-batch of each check had a gradient; judgement
+_MOVING = 32  # undecided checks in a row after which a gradient asks for no further one; judgement: memory may run out in each
 _RETRIES = 3  # undecided checks in a row that are repeated on the next batch; after that the schedule decides
 
 
@@ -90,8 +92,8 @@ class ExactnessCheck:
         self._examination = Examination(
             trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits, watch=watch, group=self._group
         )
-        self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
-        self._outside_facts, self._carried = OutsideFacts(trainer.lightning_module), CarriedRows(self.tables.written)
+        self._profiles, self._undecided_bends = BatchProfiles(), BatchProfiles()
+        self._batch_facts = BatchFacts(trainer, self._runner.counters, self.host_figures, self.tables.written)
         self._agreed, self._last, self._passes = AgreedRules(rules), LastAgreement(), Passes()
         self._verdict: Verdict | None = None
         self._batches, self._checks, self._undecided, self._thin = 0, 0, 0, 0
@@ -153,17 +155,7 @@ class ExactnessCheck:
 
     def _facts(self, own: Request) -> frozenset[Fact]:
         """Return all facts that may decide how a step computes on this batch."""
-        trainer, now = self._trainer, self._seen or (0, 0)
-        counters = self._runner.counters
-        return (
-            facts_of(own.batch, own.rows, self.host_figures)
-            | counters.facts(epoch=now[0], step=trainer.global_step, batch=now[1])
-            | counters.figures(trainer)
-            | self._module_facts.now()
-            | self._outside_facts.now()
-            | self._carried.facts(now, own.rows)
-            | {("micro-batches", "least", own.least), ("micro-batches", "allow BatchNorm", own.allows_batch_norm)}
-        )
+        return self._batch_facts.of(own, self._seen or (0, 0))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the findings for a checkpoint; None before the first conclusive check."""
@@ -233,7 +225,7 @@ class ExactnessCheck:
             SplitError: If the batch cannot be split exactly.
         """
         assert self._verdict is not None
-        if not self._verdict.conclusive:
+        if not self._verdict.conclusive and not self._see_undecided(own, bends, micro_batches).conclusive:
             return self._verdict
         facts, is_checked = bends.facts(), self._own_checked_at == self._batches
         news = self._profiles.news(facts)
@@ -245,6 +237,19 @@ class ExactnessCheck:
         own = replace(own, facts=facts, is_checked=is_checked, micro_batches=compared, differing=mixed)
         self._checked(own, is_due=lambda: bool(self._profiles.news(facts)))
         self._profiles.add(facts)
+        return self._verdict
+
+    def _see_undecided(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> Verdict:
+        """Check a batch with a gradient, or on different sides of a bend, while no check could decide; return the verdict."""
+        rows, facts = bends.moving_rows(micro_batches), bends.facts()
+        is_due = (bends.moving is not None and self._undecided < _MOVING) or are_mixed(
+            self._undecided_bends.news(facts)
+        )
+        for is_as_split in (False, True):  # other micro-batches than its own may all lie on one side
+            asked = replace(own, micro_batches=micro_batches, differing=rows, is_as_split=is_as_split)
+            self._checked(asked, is_due=lambda: is_due)
+        self._undecided_bends.add(facts)
+        assert self._verdict is not None
         return self._verdict
 
     @property
@@ -272,13 +277,10 @@ class ExactnessCheck:
         if len(sizes) < 2:
             return False
         batch = batch if (on_host := self.batch_on_host(batch)) is None else on_host
-        places = zip(starts_of(sizes), sizes, strict=True)
-        micro_batches = [self._splitter.split(batch, start, start + size, rows=sum(sizes)) for start, size in places]
-        return self._agreed.give_other_shares(micro_batches, sizes)
+        return self._agreed.give_other_shares(self._splitter.micro_batches(batch, sizes), sizes)
 
     def _new_check(self, asked: Request) -> Check:
         self._runner.allows_batch_norm = asked.allows_batch_norm
-        most = max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or not self._checks else UNITS
         known = asked.batch, asked.rows, self.host_figures.ignored, self._runner.scorings
         return Check(
             kwargs=asked.kwargs,
@@ -287,7 +289,7 @@ class ExactnessCheck:
             rows=asked.rows,
             unit=asked.unit,
             micro_batch_size=asked.micro_batch_size,
-            most=most,
+            most=self._examination.most_units(asked, is_first=not self._checks),
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive or self._thin > 0,
             since=self._last.since(self._trainer.global_step, self._batches),
@@ -303,7 +305,8 @@ class ExactnessCheck:
         """Compare the losses of all rows, and keep the rules that give them: few rows may agree by chance."""
         self._make_room()
         check = self._new_check(asked)
-        rules = self._agreed.agreeing or check.rules
+        named = [rule for rule in check.rules if not rule.is_guess]  # no gradient speaks for a guess before any agreed
+        rules = self._agreed.agreeing or named or check.rules
         found = compared(lambda: Findings.of_losses(self._examination.rules_of_all_rows(check, rules)))
         left = self._group.agreed(found, rules)
         if self._verdict is not None:

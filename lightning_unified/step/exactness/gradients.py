@@ -162,10 +162,21 @@ def are_finite(gradients: Iterable[Tensor | None]) -> bool:
 
     Of a gradient in shards, the own shard counts.
     """
-    held = [one.to_local() if isinstance(one, DTensor) else one for one in gradients if one is not None]
-    strided = [one.coalesce().values() if one.layout is torch.sparse_coo else one for one in held]
-    largest = get_total_norm([one for one in strided if one.numel()], norm_type=math.inf)
+    strided = [one for one in map(_strided, gradients) if one is not None and one.numel()]
+    largest = get_total_norm(strided, norm_type=math.inf)
     return bool(largest.isfinite())
+
+
+def size_of(gradients: Iterable[Tensor | None]) -> float:
+    """Return the sum of the absolute entries of gradients; of a gradient in shards, the own shard counts."""
+    strided = [one for one in map(_strided, gradients) if one is not None and one.numel()]
+    return float(get_total_norm(strided, norm_type=1.0)) if strided else 0.0
+
+
+def _strided(gradient: Tensor | None) -> Tensor | None:
+    """Return the entries of a gradient as a plain tensor."""
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return own.coalesce().values() if own is not None and own.layout is torch.sparse_coo else own
 
 
 def _device_of(groups: Sequence[_Group]) -> torch.device:

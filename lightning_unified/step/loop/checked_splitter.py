@@ -195,6 +195,7 @@ class CheckedSplitter:
             levels=self.check.levels,
             decisions=BatchDecisions(self._decisions),
             reads_gradients=splits.passes.reads_gradients,
+            is_decided=splits.is_exact,
         )
 
     def _split_summands(self, weighting: Weighting) -> SplitSummands | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -14,7 +15,7 @@ from lightning_unified.step.exactness.facts.bends import LossBends
 from lightning_unified.step.exactness.facts.decisions import BatchDecisions
 from lightning_unified.step.exactness.facts.graph import GraphFact, stop_gradients
 from lightning_unified.step.exactness.facts.levels import Levels
-from lightning_unified.step.exactness.gradients import are_finite
+from lightning_unified.step.exactness.gradients import are_finite, size_of
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.parameters.earlier_gradients import copies_of_gradients, put_gradients
 from lightning_unified.step.loop.outside_writes import OutsideWrites
@@ -84,6 +85,7 @@ class SplitBatch:
         see_graph: Gets the graph of the first micro-batch's loss, or None without a loss, when the state from before the batch is restored.
         see_bends: Gets the bends of all micro-batches' losses, when that state is restored before the update.
         is_checked: Whether these two want to see anything.
+        is_decided: Whether a check could compare gradients so far. If not, the first micro-batch that has one is noted.
         summands: Weights the summands of the loss, if each has weights of its own.
         levels: The levels of logged and returned numbers in the batches before.
         decisions: Runs the steps, and notes how they decide by values.
@@ -104,6 +106,7 @@ class SplitBatch:
         levels: Levels,
         decisions: BatchDecisions,
         reads_gradients: bool = False,
+        is_decided: bool = True,
         summands: SplitSummands | None = None,
     ) -> None:
         self.count = len(steps)
@@ -111,12 +114,15 @@ class SplitBatch:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._outside, self._is_checked = outside, is_checked
         self._see_graph, self._see_bends = see_graph, see_bends
-        self._graph, self._bends, self._levels, self._decisions = None, LossBends(), levels, decisions
+        self._graph: GraphFact | None = None
+        self._bends: LossBends | None = LossBends()
+        self._levels, self._decisions = levels, decisions
         self._small = SmallParameters(self._parameters if is_checked else ())
         self._others: list[tuple[Tensor, Tensor | None]] = []
         self._returned: list[tuple[Tensor, Tensor]] = []
         self._index, self._reads_gradients, self._summands = 0, reads_gradients, summands
         self._earlier: Sequence[Tensor | None] = ()
+        self._notes_moving, self._size, self._ended = is_checked and not is_decided, 0.0, 0
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Start over, with the tensors besides these parameters that get gradients."""
@@ -129,8 +135,8 @@ class SplitBatch:
             self._summands.begin()
         self._outside.begin()
         self._small.begin()
-        self._graph: GraphFact | None = None
-        self._bends: LossBends | None = LossBends(self._levels)
+        self._ended, self._graph = 0, None
+        self._bends = LossBends(self._levels)
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch.
@@ -236,6 +242,8 @@ class SplitBatch:
 
     def begin_backward(self) -> None:
         """Restore the state that the micro-batch's step wrote, if it was merged before the backward pass."""
+        if self._notes_moving:
+            self._size = size_of(one.grad for one in self._parameters)
         self._merging.begin_backward()
 
     def end_backward(self) -> None:
@@ -244,11 +252,16 @@ class SplitBatch:
             detached.grad = one.grad
         self._returned = []
         self._merging.end_backward()
+        self._ended += 1
+        if self._notes_moving and self._bends is not None and self._bends.moving is None:
+            size = size_of(one.grad for one in self._parameters)
+            self._bends.moving = self._index if isfinite(size) and size != self._size else None
 
     def settle(self) -> None:
         """Write the merged state, before the hooks that follow the step."""
         bends, self._bends = self._bends, None
         if bends is not None and self._is_checked:
+            bends.waiting = self._ended if self._ended < self.count else None  # with a late `zero_grad`
             bends.add_written(self._merging.written_numbers())
             if bends.may_hide and not are_finite(one.grad for one in self._parameters):
                 bends.add_not_finite()

@@ -63,6 +63,8 @@ class LossBends:
 
     Attributes:
         may_hide: Whether the loss may be finite where its gradient is not.
+        moving: The first micro-batch that has a gradient other than zero; None without one, and where it is not looked for.
+        waiting: The micro-batch whose backward pass is still to come; None without one.
     """
 
     def __init__(self, levels: Levels | None = None) -> None:
@@ -78,6 +80,8 @@ class LossBends:
         self._transfers: list[torch.cuda.Event] = []
         self._is_finite = True
         self.may_hide = False
+        self.moving: int | None = None
+        self.waiting: int | None = None
 
     def add(
         self, loss: Tensor, *, rows: int = 1, terms: float = 1.0, numbers: Mapping[str, Tensor] | None = None
@@ -140,6 +144,11 @@ class LossBends:
         done.record(torch.cuda.current_stream(sent.device))
         self._transfers.append(done)
         return found
+
+    def moving_rows(self, micro_batches: Sequence[int]) -> range:
+        """Return the rows of the first micro-batch that has a gradient, or may get one; none without one."""
+        index = self.waiting if self.moving is None else self.moving
+        return range(0) if index is None else range(sum(micro_batches[:index]), sum(micro_batches[: index + 1]))
 
     def mixed_rows(self, facts: Collection[Fact], micro_batches: Sequence[int]) -> range:
         """Return the rows of the micro-batch that lies on both sides of most of the bends in `facts`.

@@ -14,7 +14,7 @@ from lightning_unified.errors import ConfigurationError, LightningUnifiedError, 
 from lightning_unified.hardware.out_of_memory import is_out_of_memory
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.group import CheckGroup
+from lightning_unified.step.exactness.group import CheckGroup, Request
 from lightning_unified.step.exactness.losses import LossRule, give_other_shares
 from lightning_unified.step.exactness.rows import Check, starts_of
 from lightning_unified.step.exactness.tables import Tables
@@ -27,7 +27,7 @@ from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchSplitter, split_rows
 from lightning_unified.terminal import activity
 
-__all__ = ["UNITS", "Examination", "compared"]
+__all__ = ["Examination", "compared"]
 
 Found = TypeVar("Found")
 
@@ -126,6 +126,16 @@ class Examination:
             return found
         return replace(found, agreeing=self.rules_of_all_rows(check, found.agreeing))
 
+    def most_units(self, asked: Request, *, is_first: bool) -> int:
+        """Return the largest number of units that a check of a batch runs; `is_first` is that of the fit's first check."""
+        if asked.is_as_split and asked.differing and self._may_run(asked.rows):
+            return asked.rows // asked.unit
+        return max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or is_first else UNITS
+
+    def _may_run(self, rows: int) -> bool:
+        """Return whether rows may run at once: they are predicted to fit, or the allocator has a cap."""
+        return self._watch.device.type in ("cuda", "mps") or bool(self._fits(rows))
+
     def rules_of_all_rows(self, check: Check, rules: Sequence[LossRule]) -> Sequence[LossRule]:
         """Return the rules that give the loss of all rows; all rules where these cannot be compared.
 
@@ -138,7 +148,7 @@ class Examination:
         Raises:
             SplitError: If none of the rules gives the loss of all rows.
         """
-        if not (self._watch.device.type in ("cuda", "mps") or self._fits(check.rows)):  # their allocators have a cap
+        if not self._may_run(check.rows):
             return rules
         sizes, parts = self._parts(check)
         all_rows = AllRows(self._runner, self._tables, check.kwargs, micro_batches=parts, sizes=sizes)

@@ -301,10 +301,12 @@ def _is_thin(comparison: Comparison, rule: LossRule) -> bool:
 def _without_guesses(comparison: Comparison, rules: Sequence[LossRule]) -> Sequence[LossRule]:
     """Return the loss rules without guesses, but for those that agree where no other rule does.
 
-    In 16 bits, weights that are off by rounding would agree by chance. Where nothing else is left, guesses stay, to be refused by name.
+    In 16 bits, weights that are off by rounding would agree by chance. So would weights of 0 where the whole gradient is zero. Where nothing
+    else is left, guesses stay, to be refused by name.
     """
     others = [rule for rule in rules if not rule.is_guess]
-    if not comparison.none_agrees(others) or comparison.lowest in (torch.float16, torch.bfloat16):
+    is_by_chance = comparison.whole.gradient.is_zero or comparison.lowest in (torch.float16, torch.bfloat16)
+    if is_by_chance or not comparison.none_agrees(others):
         return others or rules
     return [*others, *(rule for rule in rules if rule.is_guess and comparison.off(rule).excess <= 1)] or rules
 
@@ -321,5 +323,5 @@ def _closest(comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
         learn_results(tables, comparison.whole, split.runs, split.weights(rule), tolerance=tolerance)
         return len(tables.unmergeable)
 
-    named = [rule for rule in rules if not rule.is_guess]
+    named = [rule for rule in rules if not rule.is_guess] or rules
     return min(filter(comparison.can_count, [likeliest(named), *named]), key=lacking)
