@@ -155,7 +155,7 @@ class ExactnessCheck:
 
     def _facts(self, own: Request) -> frozenset[Fact]:
         """Return all facts that may decide how a step computes on this batch."""
-        return self._batch_facts.of(own, self._seen or (0, 0))
+        return self._batch_facts.of(own.batch, own.rows, self._seen or (0, 0)) | own.own_facts
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the findings for a checkpoint; None before the first conclusive check."""
@@ -240,7 +240,7 @@ class ExactnessCheck:
         return self._verdict
 
     def _see_undecided(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> Verdict:
-        """Check a batch with a gradient, or on different sides of a bend, while no check could decide; return the verdict."""
+        """Check a batch that may decide, while no check could; return the verdict."""
         rows, facts = bends.moving_rows(micro_batches), bends.facts()
         is_due = (bends.moving is not None and self._undecided < _MOVING) or are_mixed(
             self._undecided_bends.news(facts)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.facts.profile import Fact
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.split import split_rows
@@ -67,6 +68,12 @@ class Request:
         A step may drop the dimension of a single row (`squeeze()`).
         """
         return 1 if min(self.micro_batches or self.sizes) <= self.unit else 2
+
+    @property
+    def own_facts(self) -> frozenset[Fact]:
+        """The facts about the micro-batches."""
+        of_batch = "micro-batches"
+        return frozenset({(of_batch, "least", self.least), (of_batch, "allow BatchNorm", self.allows_batch_norm)})
 
 
 class CheckGroup:

@@ -1,12 +1,13 @@
 """All facts about a batch, its module and the run's progress, before the batch runs."""
 
+from typing import Any
+
 import lightning as L
 
 from lightning_unified.step.exactness.facts.carried import CarriedRows
 from lightning_unified.step.exactness.facts.figures import HostFigures
 from lightning_unified.step.exactness.facts.profile import Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import Counters, ModuleFacts, OutsideFacts
-from lightning_unified.step.exactness.group import Request
 from lightning_unified.step.results.merging import MergeTable
 
 __all__ = ["BatchFacts"]
@@ -27,15 +28,14 @@ class BatchFacts:
         self._module, self._outside = ModuleFacts(trainer.lightning_module), OutsideFacts(trainer.lightning_module)
         self._carried = CarriedRows(written)
 
-    def of(self, own: Request, now: tuple[int, int]) -> frozenset[Fact]:
+    def of(self, batch: Any, rows: int, now: tuple[int, int]) -> frozenset[Fact]:
         """Return the facts about a batch; `now` holds its epoch and its number in the epoch."""
         trainer, counters = self._trainer, self._counters
         return (
-            facts_of(own.batch, own.rows, self._host_figures)
+            facts_of(batch, rows, self._host_figures)
             | counters.facts(epoch=now[0], step=trainer.global_step, batch=now[1])
             | counters.figures(trainer)
             | self._module.now()
             | self._outside.now()
-            | self._carried.facts(now, own.rows)
-            | {("micro-batches", "least", own.least), ("micro-batches", "allow BatchNorm", own.allows_batch_norm)}
+            | self._carried.facts(now, rows)
         )

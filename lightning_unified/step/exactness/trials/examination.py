@@ -127,7 +127,7 @@ class Examination:
         return replace(found, agreeing=self.rules_of_all_rows(check, found.agreeing))
 
     def most_units(self, asked: Request, *, is_first: bool) -> int:
-        """Return the largest number of units that a check of a batch runs; `is_first` is that of the fit's first check."""
+        """Return the largest number of units that a check runs; `is_first` for the first of the fit."""
         if asked.is_as_split and asked.differing and self._may_run(asked.rows):
             return asked.rows // asked.unit
         return max(asked.micro_batch_size // asked.unit, UNITS) if asked.differing or is_first else UNITS
