@@ -18,6 +18,7 @@ from lightning_unified.planner.search import planner
 from lightning_unified.planner.search.combinations import combinations_to_compare
 from lightning_unified.planner.search.phases import Phases
 from lightning_unified.units import format_bytes
+from tests.support.lanes import first_cells
 
 MIB = 2**20
 RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1e-4)
@@ -172,7 +173,7 @@ def test_segments_expand_where_the_whole_batch_does_not_fit(module, whole, tight
     assert tight.prediction.peak_bytes <= short.prediction.reserved_bytes <= whole.reserved_bytes - MIB
 
 
-@pytest.mark.parametrize(("strategy", "expanded"), [("unified_ddp", [1]), ("unified_fsdp", [])])
+@first_cells(1, ("strategy", "expanded"), [("unified_ddp", [1]), ("unified_fsdp", [])])
 def test_segments_of_replicas_expand_and_those_of_shards_stay(module, monkeypatch, strategy, expanded):
     monkeypatch.setattr(planner, "_LEAST_TO_EXPAND", 0)
     noted, expand = [], planner.Planner.expand_segments

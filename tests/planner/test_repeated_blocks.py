@@ -281,7 +281,7 @@ SKIPPED = [
     slow(Stack, {"precision": "bf16-true"}),
     slow(stack_of(Noisy), {**CUDA, **ALL}),
     slow(stack_of(NoStream), MPS),
-    (stack_of(Adapted, frozen=True), MPS),
+    slow(stack_of(Adapted, frozen=True), MPS),
     slow(stack_of(Adapted), {**CUDA, **ALL}),
     slow(Holds, {}),
     slow(language("Qwen2"), CUDA),

@@ -11,6 +11,7 @@ import torch
 
 from lightning_unified.data.loader import BatchRows, LoaderOptions, ResumableLoader
 from lightning_unified.data.worker_start import start_server
+from tests.support.lanes import first_cells
 
 COUNT = 1000
 MORE_THAN_A_PIPE = 2**20
@@ -79,7 +80,7 @@ def gate(tmp_path):
     return Gate(tmp_path / "open")
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@first_cells(1, "method", ["forkserver", "spawn"])
 def test_batches_are_made_here_until_the_processes_run(gate, method):
     batches, seen = iter(loader(gate, start_method=method, persistent_workers=True)), []
     for batch in batches:

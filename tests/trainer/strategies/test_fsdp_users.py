@@ -5,10 +5,11 @@ from functools import cache
 import pytest
 import torch
 
+from tests.support.lanes import SLOW, some
 from tests.support.ranks import sharded_users
 from tests.support.ranks.processes import on_ranks
 
-HOLDS = ("parameters", "shards")
+HOLDS = some(("parameters", "shards"), "parameters")
 BOTH = ("Halves", "Marks", "KeepsGathered", "Sums", "ReducesInBFloat16", "ReadsBatch")
 
 
@@ -46,6 +47,7 @@ def test_blocks_that_stay_gathered_after_their_forward_train(hold):
     assert_trained_as_alone(hold, "KeepsGathered", "Descends")
 
 
+@SLOW
 def test_gradients_are_divided_by_the_factor_that_a_module_sets():
     for whole, shards in zip(fits("parameters"), fits("shards"), strict=True):
         torch.testing.assert_close(whole["Sums"]["weights"], shards["Sums"]["weights"], rtol=0, atol=1e-10)

@@ -150,7 +150,7 @@ class Uncertain(Tasks):
 
 
 KINDS = [TwoSubsets, LabelledOrNot, Domains, Tasks, Codes, Smoothed, KeptInGraph, Uncertain]
-FAST = [(Domains, 2, 5), (Tasks, 0, 3), (Smoothed, 0, 3), (KeptInGraph, 0, 2), (Uncertain, 1, 3)]
+FAST = [(Domains, 2, 5), (Smoothed, 0, 3), (Uncertain, 1, 3)]
 
 
 @pytest.mark.parametrize(("kind", "seed", "size"), crossed(KINDS, range(4), (2, 3, 5), fast=FAST))
