@@ -74,13 +74,21 @@ class SplitError(ConfigurationError):
         is_final: Whether the batch cannot run whole either, because a check of its step has written the weights.
         is_for_rules: Whether another way to weight micro-batches than those that were tried may split the batch.
         is_of_rows: Whether the step failed on some rows of the batch.
+        may_be_rounding: Whether gradients in float32 differ so little that their rounding may explain it.
     """
 
     def __init__(
-        self, text: str = "", *, is_final: bool = False, is_for_rules: bool = False, is_of_rows: bool = False
+        self,
+        text: str = "",
+        *,
+        is_final: bool = False,
+        is_for_rules: bool = False,
+        is_of_rows: bool = False,
+        may_be_rounding: bool = False,
     ) -> None:
         super().__init__(text)
         self.is_final, self.is_for_rules, self.is_of_rows = is_final, is_for_rules, is_of_rows
+        self.may_be_rounding = may_be_rounding
 
 
 class RunError(LightningUnifiedError, RuntimeError):

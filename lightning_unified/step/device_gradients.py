@@ -9,12 +9,12 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_unified.errors import UndoError
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.trials.host import bytes_of_copies, may_be_wrong, on_host, to_host
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
@@ -105,7 +105,7 @@ class DeviceGradientCheck:
         """Return the distance of the two gradients relative to the CPU's, or why it is unknown."""
         if not self._policy.splits.is_exact:
             return _NOT_EXACT
-        needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
+        needed, available = bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
         if available is not None and needed > available:
             return f"copies of the weights need {format_bytes(needed)}, and {format_bytes(available)} are available"
         try:
@@ -156,12 +156,6 @@ class DeviceGradientCheck:
         return gradient_of_step(
             self._trainer, lambda: self._step(OrderedDict(kwargs, **{key: batch})), parameters=parameters
         )
-
-
-def _bytes_of_copies(module: nn.Module) -> int:
-    """Return the bytes of float32 copies of parameters and buffers, and of trained gradients."""
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
 
 
 def _own(tensor: Tensor) -> Tensor:

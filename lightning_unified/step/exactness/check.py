@@ -34,11 +34,11 @@ from lightning_unified.step.exactness.facts.levels import Levels
 from lightning_unified.step.exactness.facts.of_batch import BatchFacts
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact
 from lightning_unified.step.exactness.findings import Findings
-from lightning_unified.step.exactness.group import CheckGroup, Request
+from lightning_unified.step.exactness.group import CheckGroup, Request, compared
 from lightning_unified.step.exactness.losses import LossRule, likeliest
 from lightning_unified.step.exactness.rows import Check
 from lightning_unified.step.exactness.tables import Tables
-from lightning_unified.step.exactness.trials.examination import Examination, compared
+from lightning_unified.step.exactness.trials.examination import Examination
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Passes, Verdict
 from lightning_unified.step.recovery.budget_watch import BudgetWatch

@@ -13,8 +13,9 @@ from lightning_unified.step.exactness.facts.profile import Fact
 from lightning_unified.step.exactness.findings import Findings
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.split import split_rows
+from lightning_unified.terminal import activity
 
-__all__ = ["CheckGroup", "Request"]
+__all__ = ["CheckGroup", "Request", "compared"]
 
 _T = TypeVar("_T")
 _FEW = 6  # units that are split into three unequal micro-batches, the smallest of one unit
@@ -148,3 +149,12 @@ class CheckGroup:
     def joined(self, samples: list[Tensor]) -> list[Tensor]:
         """Return the entries of each parameter's gradient that all processes have, given those of this process."""
         return samples
+
+
+def compared(compare: Callable[[], _T]) -> _T | SplitError:
+    """Return what a comparison of whole and split rows finds, or its refusal."""
+    with activity("comparing whole and split rows"):
+        try:
+            return compare()
+        except SplitError as refusal:
+            return refusal

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError, SplitError, UndoError
@@ -20,16 +21,13 @@ from lightning_unified.step.exactness.rows import Check, starts_of
 from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.exactness.trials.all_rows import AllRows
 from lightning_unified.step.exactness.trials.comparison import Trial
-from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.trials.host import has_room, may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchSplitter, split_rows
-from lightning_unified.terminal import activity
 
-__all__ = ["Examination", "compared"]
-
-Found = TypeVar("Found")
+__all__ = ["Examination"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -200,19 +198,30 @@ class Examination:
     def _sound(self, check: Check, units: int) -> Findings | str | None:
         """Return the findings on the device; the CPU repeats a refusal that may be wrong.
 
-        The findings of the CPU on the same rows replace the refusal, if the CPU agrees.
+        It does so in float64 where the rounding of float32 may explain it. Its findings replace the refusal if it agrees.
         """
         try:
             return self._tried(check, units)
-        except SplitError:
-            if not self._decides_on_host:
+        except SplitError as error:
+            refusal = error.with_traceback(None)  # it holds the frames and their tensors
+        formats = [torch.float32] if self._decides_on_host else []
+        if refusal.may_be_rounding and self._fits_in_float64(units * check.unit):
+            formats.append(torch.float64)
+        for least in formats:
+            try:
+                found = self._on_host(check, units, least)
+            except UndoError:
                 raise
-            # the refusal stands, unless the rows agree on the CPU
-            with suppress(Exception):
-                found = self._on_host(check, units)
-                if isinstance(found, Findings):
-                    return found
-            raise
+            except Exception as error:  # the refusal stands, unless the rows agree
+                log.debug("A refused split does not agree on the CPU in %s: %s", least, error)
+                continue
+            if isinstance(found, Findings):
+                return found
+        raise refusal
+
+    def _fits_in_float64(self, rows: int) -> bool:
+        fits = self._group.has_whole_parameters and not (self._watch.counts_process and self._fits(2 * rows) is False)
+        return fits and has_room(self._trainer.lightning_module, torch.float64)
 
     def _recomputed(self, check: Check, units: int) -> Findings | str | None:
         try:
@@ -224,12 +233,12 @@ class Examination:
         finally:
             blocks.undo()
 
-    def _on_host(self, check: Check, units: int) -> Findings | str | None:
-        with self._watch.off_device(), on_host(self._trainer):
-            return self._tried(check, units, take=self._on_host_rows)
+    def _on_host(self, check: Check, units: int, least: torch.dtype = torch.float32) -> Findings | str | None:
+        def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
+            return to_host(self._splitter.split(batch, start, stop, rows=rows), least)
 
-    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
-        return to_host(self._splitter.split(batch, start, stop, rows=rows))
+        with self._watch.off_device(), on_host(self._trainer, least):
+            return self._tried(check, units, take=take)
 
     def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
         """Return the findings on windows of `units` units of rows; None if memory runs out.
@@ -329,12 +338,3 @@ class Examination:
         return sizes, [
             self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places
         ]
-
-
-def compared(compare: Callable[[], Found]) -> Found | SplitError:
-    """Return what a comparison of whole and split rows finds, or its refusal."""
-    with activity("comparing whole and split rows"):
-        try:
-            return compare()
-        except SplitError as refusal:
-            return refusal

@@ -1,4 +1,4 @@
-"""Run a module on the CPU in float32, on copies of its weights."""
+"""Run a module on the CPU in float32 or float64, on copies of its weights."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,19 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_unified.hardware.readers import read
 from lightning_unified.step.results.metrics import metrics_of
 
-__all__ = ["may_be_wrong", "on_host", "to_host"]
+__all__ = ["bytes_of_copies", "has_room", "may_be_wrong", "on_host", "to_host"]
 
 # devices with known wrong gradients in large backward passes (pytorch issue 177116)
 _WRONG_AT_TIMES = ("mps",)
+
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDER = {
+    torch.float32: dict.fromkeys(_HALVES, torch.float32),
+    torch.float64: {**dict.fromkeys((*_HALVES, torch.float32), torch.float64), torch.complex64: torch.complex128},
+}
 
 
 def may_be_wrong(device: torch.device) -> bool:
@@ -25,15 +32,34 @@ def may_be_wrong(device: torch.device) -> bool:
     return device.type in _WRONG_AT_TIMES
 
 
+def bytes_of_copies(module: nn.Module, least: torch.dtype = torch.float32) -> int:
+    """Return the bytes of copies of parameters and buffers as `least`, and of trained gradients."""
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return least.itemsize * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
+
+
+def has_room(module: nn.Module, least: torch.dtype) -> bool:
+    """Return whether the host has room for copies of a module's weights as `least`, and for as much again."""
+    available = read("cpu").available.bytes
+    return available is not None and 2 * bytes_of_copies(module, least) <= available
+
+
 @contextmanager
-def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
+def on_host(trainer: L.Trainer, least: torch.dtype = torch.float32) -> Iterator[Sequence[Tensor]]:
     """Run the module on the CPU, on copies of its weights; yield the trained copies.
 
-    The copies of 16-bit parameters and buffers are float32.
+    Args:
+        trainer: The Trainer.
+        least: The format of the copies of parameters and buffers that have a coarser one: float32 or float64. New tensors get it too.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     with ExitStack() as undo:
-        parameters = {id(one): nn.Parameter(to_host_tensor(one), one.requires_grad) for one in module.parameters()}
+        if torch.empty(0).element_size() < least.itemsize:
+            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(least)
+        parameters = {
+            id(one): nn.Parameter(to_host_tensor(one, least), one.requires_grad) for one in module.parameters()
+        }
         trained = [parameters[id(one)] for one in module.parameters() if one.requires_grad]
         for owner in module.modules():
             if isinstance(owner, Metric):
@@ -44,7 +70,7 @@ def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
                 {name: one if one is None else parameters[id(one)] for name, one in owner._parameters.items()}
             )
             owner._buffers.update(
-                {name: one if one is None else to_host_tensor(one) for name, one in owner._buffers.items()}
+                {name: one if one is None else to_host_tensor(one, least) for name, one in owner._buffers.items()}
             )
             if isinstance(owner, nn.RNNBase):  # also keeps a list of its weights
                 undo.callback(setattr, owner, "_flat_weights", owner._flat_weights)
@@ -62,11 +88,11 @@ def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
         yield trained
 
 
-def to_host(batch: Any) -> Any:
-    """Return a copy of a batch on the CPU, with 16-bit tensors as float32."""
-    return apply_to_collection(batch, Tensor, to_host_tensor)
+def to_host(batch: Any, least: torch.dtype = torch.float32) -> Any:
+    """Return a copy of a batch on the CPU, with tensors of coarser formats than `least` in that one."""
+    return apply_to_collection(batch, Tensor, to_host_tensor, least)
 
 
-def to_host_tensor(tensor: Tensor) -> Tensor:
-    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+def to_host_tensor(tensor: Tensor, least: torch.dtype) -> Tensor:
+    dtype = _WIDER[least].get(tensor.dtype, tensor.dtype)
     return tensor.detach().to("cpu", dtype, copy=True)

@@ -95,7 +95,8 @@ class Judge:
                 initialized=comparison.initialized,
                 summands=comparison.names_of_summands if len(comparison.names_of_summands) > 1 else (),
             )
-            raise SplitError(refusal + since, is_for_rules=True)
+            is_near = comparison.lowest is torch.float32 and best.excess <= MOST[torch.float32]
+            raise SplitError(refusal + since, is_for_rules=True, may_be_rounding=is_near)
         self._require_unmoved(comparison)
         alone = unequal_existence(comparison.whole.gradient, [run.gradient for run in comparison.split.runs])
         if alone is not None:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.trials import examination
 from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.rounding import nudged
 from lightning_unified.step.exactness.trials.trial_runs import TrialRuns
@@ -135,6 +136,34 @@ class ChosenAlways(Chosen):
         return True
 
 
+class _Shift(torch.autograd.Function):
+    """Adds its gradient to a large number, so that it is rounded as in a long sum of entries."""
+
+    @staticmethod
+    def forward(ctx, x, shift):
+        return x + shift
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, (gradient.sum() + 1e5) - 1e5
+
+
+class Shifted(Net):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def loss(self, out, batch):
+        return (_Shift.apply(out, self.shift).mean(1) - 3).square().mean()
+
+
+class ShiftedContrastive(Shifted):
+    """Compares rows, in a hundredth of its gradient."""
+
+    def loss(self, out, batch):
+        return super().loss(out, batch) + 0.02 * (out - out.mean(0)).abs().mean()
+
+
 def trained(kind):
     module = kind()
     loader = kind.loader(dtype=torch.float32)
@@ -160,6 +189,7 @@ def test_a_loss_that_vanishes_in_float32_is_no_reason_to_refuse(kind, monkeypatc
     assert "rows" in found(trained(kind))
 
     monkeypatch.setattr(TrialRuns, "rounding", lambda *_: 0.0)
+    monkeypatch.setattr(examination, "has_room", lambda *_: False)
     with pytest.raises(SplitError, match="cannot be split exactly"):
         trained(kind)
 
@@ -179,6 +209,16 @@ def test_a_late_refusal_stands_with_weights_moved_by_one_rounding_step(monkeypat
 def test_a_loss_that_cannot_be_split_is_refused_in_spite_of_rounding(kind):
     with pytest.raises(SplitError, match="cannot be split exactly"):
         trained(kind)
+
+
+def test_a_kernel_that_rounds_coarsely_is_no_reason_to_refuse(monkeypatch):
+    assert "rows" in found(trained(Shifted))
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        trained(ShiftedContrastive)
+
+    monkeypatch.setattr(examination, "has_room", lambda *_: False)
+    with pytest.raises(SplitError, match="cannot be split exactly"):
+        trained(Shifted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
