@@ -1,6 +1,7 @@
 """The fake world: a block in which all new tensors are fake and training steps run."""
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -106,6 +107,8 @@ def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Ans
             stack.enter_context(replaced(transformers, "is_fake_tensor", lambda _: False))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(replaced(torch, name, partial(_of_numbers, getattr(torch, name))))
+        # it prints the trace of each error, of which the caller of a dry run says one sentence
+        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(packed_by_value(answers))
         stack.enter_context(mode)
         stack.enter_context(answers)

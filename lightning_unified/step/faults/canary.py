@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_unified.nn.autograd_limits import in_a_transform
+
 __all__ = ["Canary"]
 
 # Judgement: marks within a forward pass, and as many within a backward pass. A command buffer that holds an eighth of a pass
@@ -80,7 +82,7 @@ class Canary:
         self._hooks = []
 
     def _mark_inside(self) -> None:
-        if self.is_active:
+        if self.is_active and not in_a_transform():  # of `torch.func`, which refuses to write the count
             self.mark()
 
 

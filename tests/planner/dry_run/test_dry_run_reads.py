@@ -142,6 +142,16 @@ def test_what_cannot_be_run_without_values_says_so():
         trace_step(Module(), Module.batch(4), rows=4)
 
 
+def test_an_operation_that_fails_prints_no_trace_beside_the_error(caplog):
+    class Module(Reader):
+        def read(self, x, y):
+            return torch.dot(x[0], x[0].double())
+
+    with pytest.raises(DryRunError, match="same dtype"):
+        trace_step(Module(), Module.batch(4), rows=4)
+    assert not [one for one in caplog.records if one.name.startswith("torch")]
+
+
 def test_lazy_layers_are_refused():
     class Module(Reader):
         def __init__(self):

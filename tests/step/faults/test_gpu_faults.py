@@ -311,3 +311,14 @@ def test_copies_of_a_watched_module_make_no_marks():
     module(torch.zeros(1, 2)).sum().backward()
 
     assert (copies, canary._expected, canary.missing()) == (0, 4, 0)
+
+
+def test_a_module_in_a_transform_of_functions_makes_no_marks():
+    module = nn.Linear(2, 2)
+    canary = Canary(module, [], torch.device("cpu"))
+    canary.is_active = True
+    rows = torch.randn(3, 2)
+    torch.func.jvp(module, (rows,), (rows,))
+    torch.func.vmap(torch.func.jacrev(module))(rows)
+
+    assert (canary._expected, canary.missing()) == (0, 0)
