@@ -17,7 +17,7 @@ from lightning_unified.step.split import split_rows
 
 __all__ = ["Check", "splits_of", "starts_of", "window", "windows_over"]
 
-_OF_TWO = {7: [[2, 2, 3], [3, 2, 2]], 8: [[2, 3, 3], [2, 2, 4]]}  # three unequal ones of two units or more do not fit
+_OF_TWO = {7: [[2, 3, 2], [3, 2, 2]], 8: [[2, 3, 3], [3, 3, 2]]}  # three unequal ones of two units or more do not fit
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
 
 
@@ -44,9 +44,17 @@ def splits_of(units: int, *, least: int = 1) -> list[list[int]]:
     large = units - small - middle
     moves = units > 5 and large - middle != 2  # else two micro-batches would have the same size
     first, second = [small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]
-    if units > 6 and not any(start % 2 for start in (*starts_of(first), *starts_of(second))):
-        second = [second[0] + 1, second[1], second[2] - 1]  # else a loss over pairs of rows would agree
-    return [first, second]
+    return [_with_odd_start(first), _with_odd_start(second)] if units > 6 else [first, second]
+
+
+def _with_odd_start(sizes: Sequence[int]) -> list[int]:
+    """Return three sizes of which not all micro-batches begin at an even row.
+
+    A check runs one of two splits. If all its micro-batches had whole pairs, a loss over pairs of rows would agree.
+    """
+    first, second, third = sizes
+    is_even = not any(start % 2 for start in starts_of(sizes))
+    return [first + 1, second, third - 1] if is_even else [first, second, third]
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:

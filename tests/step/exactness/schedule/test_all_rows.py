@@ -46,6 +46,20 @@ def test_states_of_rows_that_the_next_batch_goes_on_from_are_refused(kind):
         run(kind, batches(number=3, size=24), strategy=UnifiedStrategy(micro_batch_size=5))
 
 
+class EverySecond(Net):
+    """Takes the loss of every second row."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch["x"])[::2], batch["y"][::2])
+
+
+def test_every_second_row_is_refused_before_an_update_of_odd_micro_batches():
+    with pytest.raises(SplitError, match="EverySecond cannot be split exactly") as caught:
+        run(EverySecond, batches(number=1, size=24), strategy=UnifiedStrategy(micro_batch_size=5))
+
+    assert "although fewer rows agreed" not in str(caught.value)
+
+
 class Keeping(Net):
     """Keeps its outputs for a hook, and does not read them."""
 

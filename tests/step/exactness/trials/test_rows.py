@@ -36,9 +36,13 @@ def test_micro_batches_of_two_units_or_more_if_asked(units):
     assert len(first) == len(second) == 3
     assert first != second
     assert min(len(set(first)), len(set(second))) > 1
-    assert any(start % 2 for start in starts_of(first)) or any(
-        start % 2 for start in starts_of(second)
-    )  # not pairs only
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("units", range(7, 41))
+def test_no_split_has_whole_pairs_only(units, least):
+    for split in splits_of(units, least=least):
+        assert any(start % 2 for start in starts_of(split))
 
 
 @pytest.mark.parametrize(
