@@ -1,14 +1,18 @@
 """The merge rules of one stage: outputs, logs, metrics and written state."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_unified.micro_batches import MergeRules
 from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.results.sameness import size_of
 from lightning_unified.step.results.state.entries import note_alone
 
 __all__ = ["Tables", "owner_of"]
+
+_THIN = 16  # batches checked for one log; judgement
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Tables:
         varying: The paths of state that equal runs write differently, such as times.
         redrawn: The paths of state that have been compared with that of a run with other random draws.
         by_summand: Whether summands of the loss have weights of their own.
+        thin: The number of batches that a log had checked because a single micro-batch of each batch before had any, by its name.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -38,6 +43,7 @@ class Tables:
     varying: set[str] = field(default_factory=set)
     redrawn: set[str] = field(default_factory=set)
     by_summand: bool = False
+    thin: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -63,6 +69,20 @@ class Tables:
         for path in paths:
             self.sized.add(owner_of(path))
             note_alone(self.written, path)
+
+    def is_thin(self, path: str, values: Sequence[Any]) -> bool:
+        """Return whether a log may fit a sum by chance, and count the batch then.
+
+        It fits the largest value as well where a single micro-batch of each batch has any. So does the recall of a rare class, although
+        neither rule holds for it.
+        """
+        rules = self.logs.all_rules(path)
+        fits_both = (
+            "sum" in rules and bool(rules & {"max", "min"}) and rules.isdisjoint({"mean", "mean of rows", "equal"})
+        )
+        is_thin = fits_both and self.thin[path] < _THIN and any(size_of(value) > 0 for value in values)
+        self.thin[path] += is_thin
+        return is_thin
 
     def weigh_by_summand(self) -> None:
         """Note that summands of the loss have weights of their own from now on."""

@@ -134,7 +134,8 @@ class SplitResults:
         def decides(path: str) -> bool:
             return self._decides(path, calls[path], weights)
 
-        self._learn(self._tables.logs, [path for path in calls if not decides(path)], decides)
+        due = [path for path in calls if not decides(path) or self._is_thin(path, calls[path])]
+        self._learn(self._tables.logs, due, decides)
         self._metrics.finish(weights)
         if self._written is not None:
             self._written.finish(weights)
@@ -177,6 +178,10 @@ class SplitResults:
         if declared in tables.all_rules(path):
             return True  # `reduce_fx` decides between rules that fit so far
         return tables.decides(path, call.values, _weights_of(call, weights)[0])
+
+    def _is_thin(self, path: str, call: Logged) -> bool:
+        rules = self._tables.logs.all_rules(path)
+        return _declared(call) not in rules and self._tables.is_thin(path, call.values)
 
     def _whole_log(self, key: LogKey, call: Logged, weights: MicroBatchWeights) -> tuple[Any, Any]:
         """Return a logged value of the whole batch, and its `batch_size`."""
