@@ -31,7 +31,10 @@ class Counts(Recalls):
 
 
 def rows(number, *, twice):
-    """Return batches with one row of the rare class, which is found; from batch `twice` on with another that is not."""
+    """Return batches with a row of the rare class that is found.
+
+    From batch `twice` on they have another, which is not.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def row(batch, place):
