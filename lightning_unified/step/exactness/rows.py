@@ -17,7 +17,7 @@ from lightning_unified.step.split import split_rows
 
 __all__ = ["Check", "splits_of", "starts_of", "window", "windows_over"]
 
-_OF_TWO = {7: [[2, 3, 2], [3, 2, 2]], 8: [[2, 3, 3], [3, 3, 2]]}  # three unequal ones of two units or more do not fit
+_OF_TWO = {7: [[2, 2, 3], [3, 2, 2]], 8: [[2, 3, 3], [2, 2, 4]]}  # three unequal ones of two units or more do not fit
 _WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
 
 
