@@ -107,7 +107,7 @@ def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Ans
             stack.enter_context(replaced(transformers, "is_fake_tensor", lambda _: False))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(replaced(torch, name, partial(_of_numbers, getattr(torch, name))))
-        # it prints the trace of each error, of which the caller of a dry run says one sentence
+        # torch logs a stack trace for each operation that fails; the `DryRunError` names the operation already
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(packed_by_value(answers))
         stack.enter_context(mode)

@@ -190,7 +190,9 @@ class ExactnessCheck:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._checked(replace(own, micro_batches=own.sizes), is_due=lambda: bool(paths))
+        is_seen = self._own_checked_at == self._batches and len(self._own_checked) == own.rows
+        is_due = bool(paths) and not (is_seen and all(map(decides, paths)))
+        self._checked(replace(own, micro_batches=own.sizes), is_due=lambda: is_due)
         for path in paths:
             if not decides(path):
                 table.reject(path)
@@ -242,9 +244,8 @@ class ExactnessCheck:
     def _see_undecided(self, own: Request, bends: LossBends, micro_batches: Sequence[int]) -> Verdict:
         """Check a batch that may decide, while no check could; return the verdict."""
         rows, facts = bends.moving_rows(micro_batches), bends.facts()
-        is_due = (bends.moving is not None and self._undecided < _MOVING) or are_mixed(
-            self._undecided_bends.news(facts)
-        )
+        is_new = are_mixed(self._undecided_bends.news(facts))
+        is_due = is_new or (bends.moving is not None and self._undecided < _MOVING)
         for is_as_split in (False, True):  # other micro-batches than its own may all lie on one side
             asked = replace(own, micro_batches=micro_batches, differing=rows, is_as_split=is_as_split)
             self._checked(asked, is_due=lambda: is_due)

@@ -158,7 +158,7 @@ class Shifted(Net):
 
 
 class ShiftedContrastive(Shifted):
-    """Compares rows, in a hundredth of its gradient."""
+    """Also compares rows, which is a small part of its gradient."""
 
     def loss(self, out, batch):
         return super().loss(out, batch) + 0.02 * (out - out.mean(0)).abs().mean()
