@@ -68,7 +68,7 @@ class AgreedRules:
         if declared(self._rules) is not None:
             return []
         named = candidates(batch, rows, ignored, scorings)
-        guessed = (*guesses(batch, rows), *guesses_by_divisor(batch, rows))
+        guessed = (*guesses(batch, rows), *guesses_by_divisor(batch, rows, scorings))
         found = [*named, *(one.at_least(1.0) for one in named if one.count is not None), *guessed]
         return [*{rule.name: rule for rule in reversed(found)}.values()][::-1]
 

@@ -324,6 +324,8 @@ class MergeTable:
             rules = ["equal", *(rule for rule in rules if rule in ("sum", _SHAPE, *CONCATENATIONS))]
         elif "mean" in rules and "mean of rows" in rules:
             rules.remove("mean of rows")
+        if AS_LOSS in rules:  # the loss of every micro-batch is only by chance the mean of a summand too
+            rules = [rule for rule in rules if rule not in OF_SUMMANDS]
         try:
             first, *others = [merged(rule, values, weights) for rule in rules]
         except SplitError:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MicroBatchWeights, fitting, merged
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, fitting, merged
 
 WEIGHTS = MicroBatchWeights([2, 1], [2.0, 1.0])
 SIZES = MicroBatchWeights([5, 5, 5, 1], [5.0, 5.0, 5.0, 1.0])
@@ -38,3 +38,16 @@ def test_a_mean_of_a_vanished_float32_loss_merges_as_a_mean(of):
     whole, parts = of(terms.mean()), [of(part.mean()) for part in terms.split(5)]
 
     assert "mean" in fitting(parts, whole, SIZES, tolerance=1e-4)
+
+
+def test_the_loss_is_not_taken_for_one_of_its_summands():
+    """A mean of a summand fits the loss within the rounding of gradients where the other summands are alike."""
+    values, whole = [torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(1.5)
+    factors = [[0.5, 0.5], [0.50004, 0.49996]]
+    weights = MicroBatchWeights([1, 1], [1.0, 1.0], summands=factors, losses=[1.0, 2.0], loss=1.5)
+    table = MergeTable()
+    table.learn("loss", values, whole, weights, tolerance=1e-4)
+
+    assert "mean of summand 1" in table.all_rules("loss")
+    assert table.decides("loss", values, weights)
+    assert merged(table.rule("loss"), values, weights) == whole

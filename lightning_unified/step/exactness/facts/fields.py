@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined
 
-__all__ = ["arrays_of", "columns_of", "graphs_of", "leaf_at", "lengths_of", "named_tensors", "total_length"]
+__all__ = ["arrays_of", "columns_of", "graphs_of", "leaf_at", "lengths_at", "lengths_of", "named_tensors"]
 
 _LONG = 64  # a list with more entries holds rows, not fields
 
@@ -85,12 +85,10 @@ def lengths_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Seq
         yield from lengths_of(entry, rows, joined(path, name))
 
 
-def total_length(batch: Any, path: str) -> int:
-    """Return the sum of the lengths that `lengths_of` finds at `path`; 0 if there are none."""
-    found = (
-        sum(lengths) for rows in _numbers_of_rows(batch) for name, lengths in lengths_of(batch, rows) if name == path
-    )
-    return next(found, 0)
+def lengths_at(batch: Any, path: str) -> Sequence[int]:
+    """Return the lengths that `lengths_of` finds at `path`; none where it finds none."""
+    found = (lengths for rows in _numbers_of_rows(batch) for name, lengths in lengths_of(batch, rows) if name == path)
+    return next(found, ())
 
 
 def _numbers_of_rows(batch: Any) -> set[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, total_length
+from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, lengths_at
 
 __all__ = ["Terms"]
 
@@ -43,6 +43,7 @@ class Terms:
             than 0, `"places up to"` an index in each row, `"lengths"` of the rows' entries, or entries of the class `"only <class>"`; empty for none.
         weights: The weight of each class, if the entries are classes; then the number of terms is the sum of their weights.
         column: The column of the field whose entries count; None for all.
+        others: The number of terms that each row has besides its `"lengths"`.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Terms:
     kind: str = ""
     weights: tuple[float, ...] = ()
     column: int | None = None
+    others: float = 0.0
 
     def __call__(self, micro_batch: Any) -> Any:
         """Return the number of terms; 0 if the micro-batch lacks the field.
@@ -61,7 +63,8 @@ class Terms:
         if self.size:
             return next((getattr(graphs, self.size) for path, graphs in graphs_of(micro_batch) if path == self.path), 0)
         if self.kind == "lengths":
-            return total_length(micro_batch, self.path)
+            lengths = lengths_at(micro_batch, self.path)
+            return sum(lengths) + self.others * len(lengths)
         leaf = leaf_at(micro_batch, self.path)
         if leaf is None:
             return 0

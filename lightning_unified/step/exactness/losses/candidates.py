@@ -12,6 +12,7 @@ from lightning_unified.step.exactness.facts.fields import graphs_of, leaf_at, le
 from lightning_unified.step.exactness.facts.figures import IGNORED
 from lightning_unified.step.exactness.facts.labels import Scoring
 from lightning_unified.step.exactness.facts.terms import Terms
+from lightning_unified.step.exactness.losses.assigned import AssignedLabels, background_of
 from lightning_unified.step.exactness.losses.rules import LossRule
 
 __all__ = ["candidates", "guesses", "guesses_by_divisor", "guesses_of_whole_losses", "may_count"]
@@ -102,11 +103,16 @@ def guesses_of_whole_losses(batch: Any, rows: int) -> Iterator[LossRule]:
         yield from _of_classes(path, tensor, least, most)
 
 
-def guesses_by_divisor(batch: Any, rows: int) -> Iterator[LossRule]:
+def guesses_by_divisor(batch: Any, rows: int, scorings: Collection[Scoring] = ()) -> Iterator[LossRule]:
     """Yield the loss rules that only the divisor of a summand, in autograd's graph, tells from chance.
 
-    They count the zeros of a mask, the entries of one class and those of all others, and all of these in one column of a field.
+    They count the zeros of a mask, the entries of one class and those of all others, and all of these in one column of a field. Others count
+    labels that a step assigns to the entries of rows of different lengths.
     """
+    for weight, background in filter(None, (background_of(one.weights) for one in scorings)):
+        for path, _ in lengths_of(batch, rows):
+            assigned = AssignedLabels(path, weight, background)
+            yield LossRule(f"labels assigned to {path!r}", assigned, **_BY_DIVISOR)
     for path, tensor in _fields_of_numbers(batch, rows, (*_INTEGERS, torch.bool, *_FLOATS)):
         yield from _of_values(tensor, repr(path), Terms(path))
         if tensor.dim() == 2 and 1 < tensor.shape[1] <= _COLUMNS:

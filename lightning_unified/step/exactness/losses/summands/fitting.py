@@ -6,6 +6,7 @@ from math import isclose, isfinite
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.gradients import GradientSample, Tolerance, disagreement
+from lightning_unified.step.exactness.losses.assigned import AssignedLabels
 from lightning_unified.step.exactness.losses.rules import LossRule, SummandRule
 from lightning_unified.step.exactness.losses.summands.tree import REST
 from lightning_unified.step.exactness.losses.weighting import require_counts, shares, shares_differ
@@ -102,7 +103,7 @@ class SummandFit:
         if key not in self._whole.values:
             return None if any(run.values.get(key) for run in self._runs) else before
         pool = [*before.rules, *(one for one in candidates if one.name not in names | before.rejected)]
-        pool = [one for one in pool if self._factors_of(one) is not None]
+        pool = [one for one in (self._completed(key, rule) for rule in pool) if one is not None]
         # which of alike summands is left out is best told by the rules that are known
         tried, agreeing = self._agreeing(key, before.rules) if key in self._has_terms else ([], [])
         if not agreeing:
@@ -143,6 +144,13 @@ class SummandFit:
             tried = [one for one in pool if one.is_by_divisor or not one.is_guess]
         guessed = [replace(one, is_guess=False) for one in tried if one.is_guess and self._agrees(key, one)]
         return tried, [*agreeing, *guessed]
+
+    def _completed(self, key: str, rule: LossRule) -> LossRule | None:
+        """Return a rule with what the divisors of a summand tell; None if it does not count these micro-batches."""
+        if isinstance(rule.count, AssignedLabels):
+            divisors = [run.divisors.get(key) for run in self._runs]
+            return rule.count.rule(divisors, self._batches, self._sizes)
+        return None if self._factors_of(rule) is None else rule
 
     def _factors_of(self, rule: LossRule) -> list[float] | None:
         """Return the factors of the micro-batches under a rule; None if it does not count these."""
