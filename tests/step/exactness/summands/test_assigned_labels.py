@@ -1,4 +1,4 @@
-"""Detectors, whose labels a step assigns to queries, split exactly though no field of the batch holds the labels."""
+"""Detectors, whose steps assign labels to queries, split exactly."""
 
 import lightning as L
 import pytest
