@@ -11,7 +11,7 @@ autograd's graph. So the divisors of three micro-batches tell the number of quer
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isclose
+from math import isclose, isfinite
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class AssignedLabels:
             batches: The micro-batches.
             sizes: The rows of each.
         """
-        known = [one for one in divisors if one is not None]
+        known = [one for one in divisors if one is not None and isfinite(one)]
         if len(known) < max(_LEAST, len(divisors)):
             return None
         counts = np.array([[self(batch), size] for batch, size in zip(batches, sizes, strict=True)])

@@ -111,6 +111,7 @@ def test_divisors_tell_the_number_of_labels(factor):
     "found",
     [
         [*divisors(100)[:2], None],  # one is unknown
+        [*divisors(100)[:2], float("nan")],
         divisors(3),  # fewer labels than a row has objects
         divisors(10.4),  # no whole number
         [one + at for at, one in enumerate(divisors(100))],  # of other objects
