@@ -286,7 +286,8 @@ class MergeTable:
     def widen(self) -> None:
         """Let means of the loss's terms also be the loss itself, or means of one of its summands."""
         self._fits = {
-            path: rules | {AS_LOSS, *OF_SUMMANDS} if "mean" in rules else rules for path, rules in self._fits.items()
+            path: rules | {AS_LOSS, *OF_SUMMANDS} if rules & {"mean", "sum"} else rules
+            for path, rules in self._fits.items()
         }
 
     def drop(self, path: str, rules: Collection[str]) -> bool:
