@@ -67,9 +67,9 @@ class AgreedRules:
         """
         if declared(self._rules) is not None:
             return []
-        named = candidates(batch, rows, ignored, scorings)
-        guessed = (*guesses(batch, rows), *guesses_by_divisor(batch, rows, scorings))
-        found = [*named, *(one.at_least(1.0) for one in named if one.count is not None), *guessed]
+        named, guessed = candidates(batch, rows, ignored, scorings), [*guesses(batch, rows)]
+        at_least = [one.at_least(1.0) for one in (*named, *guessed) if one.count is not None]
+        found = [*named, *at_least, *guessed, *guesses_by_divisor(batch, rows, scorings)]
         return [*{rule.name: rule for rule in reversed(found)}.values()][::-1]
 
     def add(self, found: Findings) -> None:

@@ -187,6 +187,13 @@ class Check:
         """The whole batch."""
         return next(iter(self.kwargs.values()))
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The rows of each micro-batch in training."""
+        return self.micro_batches or split_rows(
+            self.rows, micro_batch_size=max(self.micro_batch_size, self.unit), unit=self.unit
+        )
+
     def split(self, units: int, *, other: bool = False) -> list[int]:
         """Return the rows of each micro-batch for `units` units.
 

@@ -285,9 +285,9 @@ class MergeTable:
 
     def widen(self) -> None:
         """Let means of the loss's terms also be the loss itself, or means of one of its summands."""
-        self._fits = {
-            path: rules | {AS_LOSS, *OF_SUMMANDS} if "mean" in rules else rules for path, rules in self._fits.items()
-        }
+        for path, rules in self._fits.items():
+            if rules & {"mean", "sum"}:
+                self._fits[path] = rules | {AS_LOSS, *OF_SUMMANDS}
 
     def drop(self, path: str, rules: Collection[str]) -> bool:
         """Leave out inferred rules for `path`; return whether no other rule is left."""

@@ -25,7 +25,7 @@ from lightning_unified.step.exactness.trials.host import has_room, may_be_wrong,
 from lightning_unified.step.exactness.trials.judge import Judge
 from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.step.split import BatchSplitter, split_rows
+from lightning_unified.step.split import BatchSplitter
 
 __all__ = ["Examination"]
 
@@ -157,6 +157,8 @@ class Examination:
             if self._decides_on_host:
                 with suppress(Exception), self._watch.off_device(), on_host(self._trainer):
                     return all_rows.compare(rules)
+            if found := self._rules_by_summand(check):
+                return found
             raise
         except LightningUnifiedError:
             raise
@@ -167,6 +169,17 @@ class Examination:
         # only here: inside the `except` block, the traceback holds the frames and their tensors
         self._watch.release()
         return rules
+
+    def _rules_by_summand(self, check: Check) -> Sequence[LossRule]:
+        """Return the rules with weights for summands under which the batch's own micro-batches agree.
+
+        Fewer rows may have no micro-batch without terms, which tells `loss.sum() / max(terms, 1)` from a mean or a sum.
+        """
+        own = replace(check, own=check.sizes, is_first=False, differing=range(check.rows))
+        with suppress(SplitError):
+            found = self._tried(own, check.rows // check.unit) if self._group.has_whole_parameters else None
+            return [one for one in found.agreeing if one.summands] if isinstance(found, Findings) else ()
+        return ()
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
         """Repeat an undecided check on as many rows as are predicted to fit.
@@ -331,10 +344,7 @@ class Examination:
 
     def _parts(self, check: Check) -> tuple[Sequence[int], list[Any]]:
         """Return the rows of each micro-batch in training, and the micro-batches."""
-        sizes = check.micro_batches or split_rows(
-            check.rows, micro_batch_size=max(check.micro_batch_size, check.unit), unit=check.unit
-        )
-        places = zip(starts_of(sizes), sizes, strict=True)
-        return sizes, [
+        places = zip(starts_of(check.sizes), check.sizes, strict=True)
+        return check.sizes, [
             self._splitter.split(check.batch, start, start + rows, rows=check.rows) for start, rows in places
         ]

@@ -286,7 +286,7 @@ def _agreeing(comparison: Comparison, rules: Sequence[LossRule], of_summands: Se
     known = next((rule for rule in rules if rule.summands), None)
     if known is None and not comparison.none_agrees(rules):
         return rules
-    is_sum = known is not None or (not comparison.says_nothing and len(comparison.names_of_summands) > 1)
+    is_sum = known is not None or (not comparison.says_nothing and bool(comparison.names_of_summands))
     fitting = comparison.rules_of_summands(of_summands, known) if of_summands and is_sum else ()
     found = next((one for one in fitting if comparison.off(one).excess <= 1), None)
     return [] if found is None else [found]
